@@ -1,0 +1,220 @@
+"""Synchronous data parallelism: gradients are summed over the ranks before the update."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvps.backends.collectives import Collectives
+from hvps.backends.local import LocalBackend
+from hvps.cluster import Cluster
+from hvps.errors import ConfigError, PeerLostError, TrainingError
+from hvps.step import Gradient, merge_rows
+
+_SMALL_BYTES = 64 << 10  # gradients up to this size travel together, with the step's scalars
+
+
+class AllreduceBackend(LocalBackend):
+    """The local step with a sum over all ranks between gradients and optimizer."""
+
+    name = "allreduce"
+
+    def __init__(self, cluster: Cluster, *, accumulate: int, collectives: Collectives) -> None:
+        super().__init__(cluster, accumulate=accumulate)
+        self._collectives = collectives
+        self.engine = collectives.engine
+
+    def setup(
+        self,
+        *,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss: Callable[[Any, Any], Any],
+        identity: dict[str, Any],
+    ) -> None:
+        super().setup(model=model, optimizer=optimizer, loss=loss, identity=identity)
+        layout = {v.path: f"{v.dtype} {tuple(v.shape)}" for v in self._shared_variables()}
+        self._compare({**identity, "variables": layout})
+        self._collectives.broadcast_variables(self._shared_variables() + self._replicated_state())
+
+    def _shared_variables(self) -> list[keras.Variable]:
+        """What must be equal on all ranks after every step."""
+        return [*self._model.trainable_variables, *self._optimizer.variables]
+
+    def _replicated_state(self) -> list[keras.Variable]:
+        """Non-trainable weights, such as BatchNormalization's statistics.
+
+        Not `model.variables`: that also holds the states of seed generators, and with equal ones
+        every rank would drop the same units.
+        """
+        return list(self._model.non_trainable_weights)
+
+    # --- the step ---
+
+    def train_step(self, batch: Any, *, learning_rate: float, stop: tuple[bool, bool]) -> tf.Tensor:
+        try:
+            return super().train_step(batch, learning_rate=learning_rate, stop=stop)
+        except tf.errors.OpError as err:
+            raise _explained(err) from err
+
+    def _reduce(
+        self, gradients: list[Gradient], scalars: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sum over the ranks, each gradient as soon as the backward pass has made it."""
+        if self.cluster.size == 1:
+            return gradients, scalars
+        reduced: list[Any] = list(gradients)
+        # The backward pass ends with the first layer, so the last gradient is ready first.
+        backward = range(len(gradients) - 1, -1, -1)
+        sparse = [i for i in backward if isinstance(gradients[i], tf.IndexedSlices)]
+        dense = [i for i in backward if i not in sparse]
+        small = [i for i in dense if _is_small(gradients[i])]
+        large = [i for i in dense if i not in small]
+        rows = self._total_rows({i: gradients[i] for i in sparse})
+        for i, tensor in zip(
+            large, self._collectives.sum_tensors([gradients[i] for i in large], "large"), strict=True
+        ):
+            reduced[i] = tensor
+        packed = tf.concat([tf.reshape(gradients[i], [-1]) for i in small] + [scalars], 0)
+        (packed,) = self._collectives.sum_tensors([packed], "small")
+        sizes = [gradients[i].shape.num_elements() for i in small]
+        *pieces, scalars = tf.split(packed, [*sizes, scalars.shape.num_elements()])
+        for i, piece in zip(small, pieces, strict=True):
+            reduced[i] = tf.reshape(piece, gradients[i].shape)
+        for i in sparse:
+            reduced[i] = self._reduce_sparse(gradients[i], rows[i], f"sparse_{i}")
+        return reduced, scalars
+
+    def _total_rows(self, slices: dict[int, tf.IndexedSlices]) -> dict[int, tf.Tensor]:
+        """How many rows of each sparse gradient all ranks hold together.
+
+        The rows are known from the inputs, so this small sum is done before the backward pass.
+        """
+        if not slices:
+            return {}
+        counts = tf.stack([tf.shape(s.indices)[0] for s in slices.values()])
+        (counts,) = self._collectives.sum_tensors([counts], "rows")
+        return dict(zip(slices, tf.unstack(counts), strict=True))
+
+    def _reduce_sparse(
+        self, slices: tf.IndexedSlices, total_rows: tf.Tensor, name: str
+    ) -> tf.IndexedSlices:
+        """Gather the rows, or sum the whole matrix, whichever moves fewer bytes.
+
+        Gathering brings every rank all rows with their indices; a ring-allreduce moves twice the
+        dense matrix. `total_rows` is the same everywhere, so all ranks take the same way.
+        """
+        rows, shape = int(slices.dense_shape[0]), [int(n) for n in slices.dense_shape]
+        row_bytes = int(np.prod(shape[1:])) * slices.values.dtype.size
+        gathered_bytes = tf.cast(total_rows, tf.float32) * (row_bytes + slices.indices.dtype.size)
+
+        def gather() -> tuple[tf.Tensor, tf.Tensor]:
+            every = tf.IndexedSlices(
+                self._collectives.gather_rows(slices.values, f"{name}_values"),
+                self._collectives.gather_rows(slices.indices, f"{name}_indices"),
+                slices.dense_shape,
+            )
+            merged = merge_rows(every)
+            return merged.values, merged.indices
+
+        def densify() -> tuple[tf.Tensor, tf.Tensor]:
+            whole = tf.scatter_nd(slices.indices[:, tf.newaxis], slices.values, shape)
+            (whole,) = self._collectives.sum_tensors([whole], f"{name}_dense")
+            return whole, tf.range(rows, dtype=slices.indices.dtype)
+
+        values, indices = self._collectives.cond(
+            gathered_bytes < 2.0 * rows * row_bytes, gather, densify
+        )
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    # --- between steps ---
+
+    def reduce(self, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
+        try:
+            return self._collectives.sum_arrays([np.asarray(value) for value in sums])
+        except (tf.errors.OpError, RuntimeError) as err:
+            raise _explained(err) from err
+
+    def broadcast(self, value: Any) -> Any:
+        return self._collectives.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self.reduce([np.zeros(1, np.int32)])
+
+    def sync_model(self) -> None:
+        """Average what is not trained, such as BatchNormalization's moving statistics."""
+        if self.cluster.size == 1:
+            return
+        floats = [v for v in self._replicated_state() if v.dtype.startswith(("float", "bfloat"))]
+        sums = self.reduce([np.asarray(v).astype(np.float32) for v in floats])
+        for variable, total in zip(floats, sums, strict=True):
+            variable.assign(total / np.float32(self.cluster.size))
+
+    def check_weights(self) -> None:
+        if self.cluster.size == 1:
+            return
+        variables = self._shared_variables()
+        sums = [zlib.crc32(np.ascontiguousarray(np.asarray(v)).tobytes()) for v in variables]
+        by_rank = self._collectives.gather_objects(sums)
+        for index, variable in enumerate(variables):
+            values = [rank_sums[index] for rank_sums in by_rank]
+            if len(set(values)) > 1:
+                raise TrainingError(
+                    f"the ranks have drifted apart: {variable.path} differs",
+                    rule="weights and optimizer state are equal on all ranks after every step",
+                    received="checksums "
+                    + ", ".join(f"{v:08x} on rank {r}" for r, v in enumerate(values)),
+                    do="look for code that changes weights on some ranks only, or for bad memory",
+                )
+
+    def _compare(self, identity: dict[str, Any]) -> None:
+        """Stop before the first step if the ranks were not started alike."""
+        flat = _flattened(identity)
+        for rank, other in enumerate(self._collectives.gather_objects(flat)):
+            for key in [*flat, *(k for k in other if k not in flat)]:
+                mine, theirs = flat.get(key, "nothing"), other.get(key, "nothing")
+                if mine != theirs:
+                    raise ConfigError(
+                        f"{key}: rank {rank} differs from rank {self.cluster.rank}",
+                        rule="all ranks run the same configuration, model and versions",
+                        received=f"{theirs} on rank {rank}, {mine} on rank {self.cluster.rank}",
+                        do="start every rank with the same command, code and environment",
+                    )
+
+    def close(self) -> None:
+        self._collectives.close()
+
+
+def _is_small(gradient: tf.Tensor) -> bool:
+    size = gradient.shape.num_elements() * gradient.dtype.size
+    return gradient.dtype == tf.float32 and size <= _SMALL_BYTES
+
+
+def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flattened(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _explained(err: Exception) -> Exception:
+    """A lost peer, where that is what the library says; else the error as it is."""
+    text = str(err)
+    signs = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer",
+             "Connection reset by peer", "MPI_ERR", "stalled")
+    if any(sign in text for sign in signs):
+        return PeerLostError(
+            "lost contact with another rank",
+            rule="all ranks take part in every step",
+            received=text.strip().splitlines()[0][:300],
+            do="look for the first error among the other ranks",
+        )
+    return err

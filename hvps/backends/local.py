@@ -1,0 +1,159 @@
+"""One process: the reference that the other backends are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvps.cluster import Cluster
+from hvps.data import Batch, MicroBatch
+from hvps.step import Gradient, loss_and_gradients, trace_any_batch
+
+
+class LocalBackend:
+    """Traces one `tf.function` per kind of step; subclasses override how gradients are reduced.
+
+    Args:
+        cluster: this process among its peers.
+        accumulate: micro-batches whose gradients are added up before one update.
+    """
+
+    name = "local"
+    engine = "none"
+
+    def __init__(self, cluster: Cluster, *, accumulate: int) -> None:
+        self.cluster = cluster
+        self._shares = accumulate * cluster.size
+        self._accumulate = accumulate
+
+    def setup(
+        self,
+        *,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss: Callable[[Any, Any], Any],
+        identity: dict[str, Any],
+    ) -> None:
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._buffers: list[tf.Variable] = []
+        if self._accumulate > 1:
+            self._buffers = [
+                tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name=f"accumulated_{i}")
+                for i, v in enumerate(model.trainable_variables)
+            ]
+        self._traced = False
+        self._loss_buffer = tf.Variable(0.0, trainable=False, name="accumulated_loss")
+        # Horovod has no XLA kernels here, and Keras would ask for XLA as soon as it sees a GPU.
+        self._add = tf.function(self._add_body, reduce_retracing=True, jit_compile=False)
+        self._update = tf.function(self._update_body, reduce_retracing=True, jit_compile=False)
+
+    def train_step(
+        self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]
+    ) -> tf.Tensor:
+        controls = tf.constant([learning_rate, batch.examples, *stop], tf.float32)
+        if not self._traced:
+            self._trace(batch.micros[-1], controls)
+        for micro in batch.micros[:-1]:
+            self._add(micro.x, micro.y, micro.weight, controls)
+        last = batch.micros[-1]
+        return self._update(last.x, last.y, last.weight, controls)
+
+    def _trace(self, micro: MicroBatch, controls: tf.Tensor) -> None:
+        self._traced = True
+        for function in (self._add, self._update) if self._buffers else (self._update,):
+            trace_any_batch(function, micro.x, micro.y, micro.weight, controls)
+
+    def _gradients(
+        self, x: Any, y: Any, weight: tf.Tensor, controls: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        return loss_and_gradients(
+            model=self._model,
+            optimizer=self._optimizer,
+            loss=self._loss,
+            x=x,
+            y=y,
+            weight=weight,
+            examples=controls[1],
+            shares=self._shares,
+        )
+
+    def _add_body(self, x: Any, y: Any, weight: tf.Tensor, controls: tf.Tensor) -> None:
+        gradients, loss_sum = self._gradients(x, y, weight, controls)
+        for buffer, gradient in zip(self._buffers, gradients, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                buffer.scatter_add(gradient)
+            else:
+                buffer.assign_add(gradient)
+        self._loss_buffer.assign_add(loss_sum)
+
+    def _update_body(self, x: Any, y: Any, weight: tf.Tensor, controls: tf.Tensor) -> tf.Tensor:
+        controls.set_shape([4])
+        gradients, loss_sum = self._gradients(x, y, weight, controls)
+        if self._buffers:
+            # Read before they are cleared: the gradients of this last micro-batch are added one by
+            # one, so each can still be reduced as soon as its own backward pass is done.
+            gradients = [
+                buffer.read_value() + tf.convert_to_tensor(gradient)
+                for buffer, gradient in zip(self._buffers, gradients, strict=True)
+            ]
+            loss_sum += self._loss_buffer.read_value()
+            for buffer in (*self._buffers, self._loss_buffer):
+                buffer.assign(tf.zeros_like(buffer))
+        scalars = tf.stack([loss_sum, controls[2], controls[3]])
+        gradients, scalars = self._reduce(gradients, scalars)
+        # Reduced before the outermost optimizer, which may clip, or skip what is not finite: all
+        # ranks then decide alike.
+        self._optimizer.learning_rate.assign(controls[0])
+        before = tf.identity(self._optimizer.iterations.value)
+        self._optimizer.apply(gradients, self._model.trainable_variables)
+        applied = tf.cast(self._optimizer.iterations.value - before, tf.float32)
+        return tf.concat([scalars, [1.0 - applied]], 0)
+
+    def _reduce(
+        self, gradients: list[Gradient], scalars: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sum over the ranks; traced into the step."""
+        return gradients, scalars
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.reduce([np.asarray(float(flag))])[0] > 0)
+
+    def reduce(self, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.asarray(value) for value in sums]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def check_weights(self) -> None:
+        """Nobody to differ from."""
+
+    def variables(self) -> dict[str, keras.Variable]:
+        """Weights, seed-generator states and optimizer variables by a name that holds no layout."""
+        named = {f"model/{v.path}": v for v in self._model.variables}
+        named.update({f"optimizer/{v.path}": v for v in self._optimizer.variables})
+        return named
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {name: np.asarray(v) for name, v in self.variables().items()}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        variables = self.variables()
+        if state.keys() != variables.keys():
+            raise ValueError(f"names differ: {sorted(state.keys() ^ variables.keys())}")
+        for name, variable in variables.items():
+            if tuple(variable.shape) != state[name].shape:
+                raise ValueError(f"{name}: shape {variable.shape}, not {state[name].shape}")
+            variable.assign(state[name])
+
+    def sync_model(self) -> None:
+        """The eager model is what was trained."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,128 @@
+"""The one forward + loss + gradient body that every backend traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvps.errors import ConfigError
+
+Gradient = tf.Tensor | tf.IndexedSlices
+
+
+def loss_and_gradients(
+    *,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: Callable[[Any, Any], Any],
+    x: Any,
+    y: Any,
+    weight: tf.Tensor,
+    examples: tf.Tensor,
+    shares: int,
+) -> tuple[list[Gradient], tf.Tensor]:
+    """Gradients of this replica's part of the objective.
+
+    The objective is the mean loss over the `examples` of the whole update plus the model's own
+    penalties. Each of the `shares` replicas and micro-batches contributes its summands, so adding
+    the gradients of all of them gives the gradient of the whole, whatever their sizes are.
+
+    Args:
+        weight: float32 [rows]; weight of each row, 0 for padding.
+        examples: float32 scalar; true examples in the update over all replicas.
+        shares: how many parts add up to one update (ranks × accumulation).
+
+    Returns:
+        Gradients in the order of `model.trainable_variables`, scaled as the optimizer's
+        `scale_loss` does, and the sum of this part's per-example losses, float32 scalar.
+    """
+    variables = [v.value for v in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        loss_sum = tf.reduce_sum(per_example_loss(loss, y, forward(model, x, True)) * weight)
+        objective = loss_sum / examples
+        if model.losses:
+            objective += tf.cast(tf.add_n(model.losses), tf.float32) / shares
+        objective = optimizer.scale_loss(objective)
+    gradients = tape.gradient(objective, variables)
+    # A variable that this loss does not reach has no gradient on any rank; Keras then warns and
+    # leaves it out. Zeros keep the ranks' lists aligned and mean the same.
+    def complete(gradient: Gradient | None, variable: tf.Variable) -> Gradient:
+        if gradient is None:
+            return tf.zeros_like(variable)
+        return merge_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+    return [complete(g, v) for g, v in zip(gradients, variables, strict=True)], loss_sum
+
+
+def forward(model: keras.Model, x: Any, training: bool) -> Any:
+    """Predictions in at least float32, so that losses and metrics never see half precision."""
+    if getattr(model, "_call_has_training_arg", True):
+        y_pred = model(x, training=training)
+    else:
+        y_pred = model(x)
+
+    def widened(tensor: Any) -> Any:
+        half = tensor.dtype in (tf.float16, tf.bfloat16)
+        return tf.cast(tensor, tf.float32) if half else tensor
+
+    return tf.nest.map_structure(widened, y_pred)
+
+
+def per_example_loss(loss: Callable[[Any, Any], Any], y: Any, y_pred: Any) -> tf.Tensor:
+    """The task's loss as float32 [rows]; axes beyond the first are averaged.
+
+    Raises:
+        ConfigError: the loss has no axis for the examples.
+    """
+    value = tf.cast(loss(y, y_pred), tf.float32)
+    if value.shape.rank == 0:
+        raise ConfigError(
+            "task: loss() returned a single number",
+            rule="one loss per example, shape [batch]; hvps takes the mean over all ranks",
+            received="a scalar",
+            do="do not reduce: use the functions in keras.losses, or reduction=None",
+        )
+    if value.shape.rank is not None and value.shape.rank > 1:
+        value = tf.reduce_mean(value, axis=list(range(1, value.shape.rank)))
+    return value
+
+
+def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up rows of the same index, as the dense gradient does.
+
+    Keras's optimizers take the square of each row, and its clipping the norm of them all: with an
+    index that occurs twice both would be of another gradient. It is also fewer bytes to send.
+    """
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.shape(indices)[0])
+    return tf.IndexedSlices(values, indices, tf.TensorShape(_static_shape(slices)))
+
+
+def _static_shape(slices: tf.IndexedSlices) -> list[int]:
+    shape = slices.dense_shape
+    if isinstance(shape, tf.TensorShape):
+        return shape.as_list()
+    known = tf.get_static_value(shape)
+    assert known is not None, "a variable's shape is known when the step is traced"
+    return [int(n) for n in known]
+
+
+def trace_any_batch(function: Any, *arguments: Any) -> None:
+    """Trace a `tf.function` once for batches of every size, so that an epoch's smaller last batch
+    does not trace it again.
+
+    Args:
+        function: a `tf.function`.
+        arguments: those of a first call; nests of tensors whose axis 0 is the batch, or scalars.
+    """
+
+    def spec(value: Any) -> Any:
+        found = tf.type_spec_from_value(value)
+        if isinstance(found, tf.TensorSpec) and found.shape.rank:
+            return tf.TensorSpec([None, *found.shape[1:]], found.dtype)
+        return found
+
+    function.get_concrete_function(*tf.nest.map_structure(spec, arguments))

@@ -1,0 +1,63 @@
+"""python -m hvps.train [CONFIG] [key=value ...]: the same program in every process of a job.
+
+parse → cluster → task → backend → trainer → run directory → exit code
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from hvps.cli_args import split_args
+from hvps.cluster import Cluster, detect_cluster
+from hvps.errors import ConfigError, report_error
+from hvps.overrides import LoadedConfig, load_config
+from hvps.preflight import preflight
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one process of a training job.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong configuration, 143 stopped by SIGTERM, 130 by
+        Ctrl-C.
+    """
+    cluster = Cluster(0, 1, 0, 1, "not known yet")
+    try:
+        cluster = detect_cluster()
+        path, overrides = split_args(sys.argv[1:] if argv is None else argv, prog="hvps.train")
+        loaded = load_config(path, overrides)
+        preflight(loaded, cluster)
+    except ConfigError as err:
+        return report_error(err, cluster)
+    from hvps.failure import ends_the_job_on_error
+
+    with ends_the_job_on_error(cluster):
+        return train(loaded, cluster)
+
+
+def train(loaded: LoadedConfig, cluster: Cluster) -> int:
+    """From here on TensorFlow is needed."""
+    from hvps.runtime import configure_tensorflow, prepare_environment
+
+    config = loaded.config
+    prepare_environment(cluster)
+    devices = configure_tensorflow(config, cluster)
+
+    from hvps.backends import make_backend
+    from hvps.session import Session
+    from hvps.signals import StopSignals
+    from hvps.task import load_task
+
+    backend = make_backend(config, cluster)
+    session = Session.open(loaded, cluster, backend)
+    task = load_task(config)
+    with StopSignals() as signals:
+        trainer = session.trainer(task, devices, signals)
+        result = trainer.fit()
+        session.finish(trainer.model, result)
+    backend.close()
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Tasks that the tests train."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def this_rank() -> int:
+    return int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+
+
+class Regression:
+    """A small network on random numbers; every variable gets a gradient.
+
+    Args:
+        examples: number of training examples.
+        by_rank: give each rank data of its own, so that only a reduction keeps the ranks together.
+        spike: index of an example that is too large for float16, -1 for none.
+        fail_at: index of an example whose fetching raises, on rank 1; -1 for none.
+    """
+
+    def __init__(
+        self, examples: int = 200, by_rank: bool = False, spike: int = -1, fail_at: int = -1
+    ) -> None:
+        self.examples, self.by_rank, self.spike, self.fail_at = examples, by_rank, spike, fail_at
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(16, activation="tanh")(inputs)
+        x = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(x)
+        return keras.Model(inputs, keras.layers.Dense(1)(x), name="regression")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return tf.square(y_true - y_pred[:, 0])
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_data(self) -> Any:
+        rng = np.random.default_rng(this_rank() if self.by_rank else 0)
+        x = rng.normal(size=(self.examples, 6)).astype(np.float32)
+        y = np.sin(x.sum(axis=1)).astype(np.float32)
+        if self.spike >= 0:
+            x[self.spike] = 1e6
+        if self.fail_at >= 0:
+            return _Failing(x, y, self.fail_at)
+        return x, y
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class _Failing:
+    def __init__(self, x: np.ndarray, y: np.ndarray, fail_at: int) -> None:
+        self._x, self._y, self._fail_at = x, y, fail_at
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        if i == self._fail_at:
+            raise OSError(f"example {i} cannot be read")
+        return self._x[i], self._y[i]
+
+
+class Tokens:
+    """An embedding whose gradient is sparse.
+
+    Args:
+        vocabulary: rows of the embedding; few of them make the dense way the cheaper one.
+    """
+
+    def __init__(self, vocabulary: int = 5000) -> None:
+        self.vocabulary = vocabulary
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((12,), dtype="int32")
+        x = keras.layers.Embedding(self.vocabulary, 16)(inputs)
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        return keras.Model(inputs, keras.layers.Dense(3)(x), name="tokens")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+
+    def train_data(self) -> Any:
+        rng = np.random.default_rng(0)
+        x = rng.integers(0, self.vocabulary, (200, 12)).astype(np.int32)
+        return x, (x.sum(axis=1) % 3).astype(np.int32)
+
+    def eval_data(self) -> Any:
+        x, y = self.train_data()
+        return x[:50], y[:50]
+
+
+class Counting:
+    """Counts how often each example is used: example i moves weight i alone, by 1 / step size.
+
+    With SGD at rate 1 weight i ends at minus the sum, over its uses, of one over the number of
+    examples in that update.
+
+    Args:
+        examples: number of training examples.
+        kind: what the data is given as: "arrays", "indexable", "dataset", or "stream", a dataset
+            that does not know its length.
+    """
+
+    def __init__(self, examples: int = 37, kind: str = "arrays") -> None:
+        self.examples, self.kind = examples, kind
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((self.examples,))
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="count")
+        return keras.Model(inputs, layer(inputs), name="counting")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return y_pred[:, 0]
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_data(self) -> Any:
+        x = np.eye(self.examples, dtype=np.float32)
+        y = np.zeros(self.examples, np.float32)
+        if self.kind == "arrays":
+            return x, y
+        if self.kind == "indexable":
+            return _Failing(x, y, -1)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        if self.kind == "stream":
+            return dataset.filter(lambda _x, _y: True)
+        return dataset
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Scored:
+    """A fixed scorer for evaluation: 101 held-out examples, AUC and accuracy."""
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((1,))
+        layer = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="ones")
+        return keras.Model(inputs, layer(inputs), name="scored")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.losses.binary_crossentropy(y_true[:, None], y_pred)
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [
+            keras.metrics.AUC(name="auc", num_thresholds=1000),
+            keras.metrics.BinaryAccuracy(name="accuracy"),
+        ]
+
+    def train_data(self) -> Any:
+        return scored_examples()
+
+    def eval_data(self) -> Any:
+        return scored_examples()
+
+
+def scored_examples() -> tuple[np.ndarray, np.ndarray]:
+    """Scores float32 [101, 1] and labels float32 [101] that depend on them, with noise."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(101, 1)).astype(np.float32)
+    y = (x[:, 0] + rng.normal(size=101) > 0.3).astype(np.float32)
+    return x, y
