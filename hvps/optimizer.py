@@ -35,7 +35,10 @@ def make_optimizer(config: Config, task: Task) -> tuple[keras.optimizers.Optimiz
                 do="take one of them away",
             )
         inner.global_clipnorm = config.train.clip_norm
-    learning_rate = float(inner.learning_rate)
+    # The number as it was written, where there is one: the optimizer's own is rounded to float32.
+    learning_rate = (
+        float(inner.learning_rate) if callable(build) else config.optimizer.learning_rate
+    )
     if config.train.precision == "mixed_float16" and optimizer is inner:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer, learning_rate

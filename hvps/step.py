@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from hvps.errors import ConfigError
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 def loss_and_gradients(
