@@ -149,9 +149,11 @@ def weights_of(run_directory: Path) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     with h5py.File(content) as file:
         file["layers"].visititems(
-            lambda name, item: arrays.update({name: item[()]})
-            if isinstance(item, h5py.Dataset) and "seed_generator" not in name
-            else None
+            lambda name, item: (
+                arrays.update({name: item[()]})
+                if isinstance(item, h5py.Dataset) and "seed_generator" not in name
+                else None
+            )
         )
     return arrays
 

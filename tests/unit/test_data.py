@@ -1,0 +1,459 @@
+"""From a task's data to each rank's batches: every example once, whatever the ranks.
+
+Several ranks are played by as many feeds in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvps.data import Batch, DatasetFeed, Feed, MicroBatch, make_feed, prefetched
+from hvps.errors import ConfigError
+from hvps.sampling import permuted
+
+KINDS = ("arrays", "indexable", "dataset", "stream")
+
+
+class Rows:
+    """Examples by index; example i is ([i, i], i)."""
+
+    def __init__(self, examples: int) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.float32]:
+        assert type(i) is int
+        assert 0 <= i < self._examples
+        return np.full(2, i, np.float32), np.float32(i)
+
+
+def data_of(kind: str, examples: int) -> Any:
+    y = np.arange(examples, dtype=np.float32)
+    x = np.stack([y, y], axis=1)
+    if kind == "arrays":
+        return x, y
+    if kind == "indexable":
+        return Rows(examples)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    return dataset if kind == "dataset" else dataset.filter(lambda _x, _y: True)
+
+
+def feeds(data: Any, ranks: int, global_batch: int, **keywords: Any) -> list[Feed]:
+    return [
+        make_feed(
+            data,
+            what="train_data",
+            global_batch=global_batch,
+            ranks=ranks,
+            rank=rank,
+            **keywords,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def lockstep(group: list[Feed], epoch: int = 0, first_step: int = 0) -> list[tuple[Batch, ...]]:
+    """The batches of all ranks, step by step.
+
+    Counts of a dataset of unknown length are added up as the backend does: here by a thread for
+    each rank, which meet at a barrier.
+    """
+    if not isinstance(group[0], DatasetFeed) or group[0].steps_per_epoch is not None:
+        iterators = [feed.epoch(epoch, first_step) for feed in group]
+        return list(zip(*iterators, strict=True))
+    meeting = Meeting(len(group))
+    results: list[list[Batch]] = [[] for _ in group]
+    errors: list[BaseException] = []
+
+    def run(rank: int, feed: Any) -> None:
+        feed._agree = lambda count: meeting.sum(rank, count)
+        try:
+            results[rank] = list(feed.epoch(epoch, first_step))
+        except BaseException as err:
+            errors.append(err)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(group)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return list(zip(*results, strict=True))
+
+
+class Meeting:
+    """A sum over threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self._counts = [0] * size
+
+    def sum(self, rank: int, count: int) -> int:
+        self._counts[rank] = count
+        self.barrier.wait()
+        total = sum(self._counts)
+        self.barrier.wait()
+        return total
+
+
+def examples_of(micro: MicroBatch) -> list[int]:
+    """Labels of the rows that count; the inputs must belong to them."""
+    weight, y, x = micro.weight.numpy(), micro.y.numpy(), micro.x.numpy()
+    assert micro.weight.dtype == tf.float32
+    assert len(weight) == len(y) == len(x) >= 1
+    assert set(weight.tolist()) <= {0.0, 1.0}
+    np.testing.assert_array_equal(x, np.stack([y, y], axis=1))
+    return [int(label) for label, w in zip(y, weight, strict=True) if w]
+
+
+def step_examples(batches: tuple[Batch, ...]) -> list[int]:
+    return [i for batch in batches for micro in batch.micros for i in examples_of(micro)]
+
+
+# 37 examples in batches of 12: the last one has a single example, so ranks get none.
+@pytest.mark.parametrize(
+    ("ranks", "accumulate"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2), (3, 2)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_example_once_in_full_steps_and_a_smaller_last(
+    kind: str, ranks: int, accumulate: int
+) -> None:
+    group = feeds(data_of(kind, 37), ranks, 12, accumulate=accumulate)
+    steps = lockstep(group)
+    seen = [step_examples(batches) for batches in steps]
+    assert [len(examples) for examples in seen] == [12, 12, 12, 1]
+    assert Counter(i for examples in seen for i in examples) == Counter(range(37))
+    for batches, examples in zip(steps, seen, strict=True):
+        # All ranks divide by the true number of examples.
+        assert {batch.examples for batch in batches} == {len(examples)}
+        assert {len(batch.micros) for batch in batches} == {accumulate}
+
+
+@pytest.mark.parametrize(("examples", "sizes"), [(1, [1]), (12, [12]), (24, [12, 12])])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_that_fit_or_are_tiny(kind: str, examples: int, sizes: list[int]) -> None:
+    steps = lockstep(feeds(data_of(kind, examples), 3, 12))
+    assert [len(step_examples(batches)) for batches in steps] == sizes
+    assert [batches[0].examples for batches in steps] == sizes
+
+
+@pytest.mark.parametrize("kind", ["arrays", "indexable"])
+def test_a_step_holds_the_same_examples_for_any_number_of_ranks(kind: str) -> None:
+    def steps(ranks: int, accumulate: int) -> list[list[int]]:
+        group = feeds(data_of(kind, 50), ranks, 12, accumulate=accumulate, seed=5)
+        return [sorted(step_examples(batches)) for batches in lockstep(group, epoch=2)]
+
+    order = permuted(np.arange(50), 50, 5, 2).tolist()
+    expected = [sorted(order[i : i + 12]) for i in range(0, 50, 12)]
+    for ranks, accumulate in ((1, 1), (2, 1), (4, 1), (3, 2), (1, 4)):
+        assert steps(ranks, accumulate) == expected
+
+
+def test_one_rank_sees_the_order_itself() -> None:
+    (feed,) = feeds(data_of("arrays", 20), 1, 6, seed=3)
+    seen = [i for batch in feed.epoch(7) for i in step_examples((batch,))]
+    assert seen == permuted(np.arange(20), 20, 3, 7).tolist()
+
+
+def test_epochs_differ_and_can_be_read_again() -> None:
+    (feed,) = feeds(data_of("arrays", 40), 1, 8)
+    first, second, again = (
+        [i for batch in feed.epoch(e) for i in step_examples((batch,))] for e in (0, 1, 0)
+    )
+    assert first != second
+    assert first == again
+
+
+def test_without_shuffling_the_order_is_the_data() -> None:
+    group = feeds(data_of("arrays", 20), 2, 8, shuffle=False)
+    for epoch in (0, 1):
+        seen = [step_examples(batches) for batches in lockstep(group, epoch)]
+        assert [i for examples in seen for i in examples] == list(range(20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first_step", [0, 1, 3, 4])
+def test_an_epoch_is_entered_in_the_middle(kind: str, first_step: int) -> None:
+    def content(steps: list[tuple[Batch, ...]]) -> list[Any]:
+        return [
+            [
+                (b.examples, [(m.y.numpy().tolist(), m.weight.numpy().tolist()) for m in b.micros])
+                for b in batches
+            ]
+            for batches in steps
+        ]
+
+    group = feeds(data_of(kind, 37), 2, 12, accumulate=2)
+    whole = content(lockstep(group, 3))
+    assert content(lockstep(group, 3, first_step)) == whole[first_step:]
+
+
+def test_long_epochs_are_entered_in_the_middle() -> None:
+    """The order is computed in blocks of steps, which begin at the first step asked for."""
+    (feed,) = feeds(data_of("arrays", 400), 1, 2)
+    whole = [step_examples((batch,)) for batch in feed.epoch(0)]
+    assert sorted(itertools.chain(*whole)) == list(range(400))
+    for first in (1, 63, 64, 65, 130):
+        assert [step_examples((b,)) for b in feed.epoch(0, first)] == whole[first:]
+
+
+def test_rows_that_only_fill_have_no_weight() -> None:
+    steps = lockstep(feeds(data_of("arrays", 5), 4, 4, accumulate=1))
+    last = [batch.micros[0] for batch in steps[-1]]
+    assert sorted(len(micro.weight) for micro in last) == [1, 1, 1, 1]
+    assert sorted(float(tf.reduce_sum(micro.weight)) for micro in last) == [0, 0, 0, 1]
+    for micro in last:
+        assert np.isfinite(micro.x.numpy()).all()
+
+
+def test_what_a_feed_knows_about_its_length() -> None:
+    def facts(data: Any) -> tuple[int | None, int | None, bool]:
+        (feed,) = feeds(data, 1, 12)
+        return feed.steps_per_epoch, feed.samples, feed.endless
+
+    assert facts(data_of("arrays", 37)) == (4, 37, False)
+    assert facts(data_of("indexable", 37)) == (4, 37, False)
+    assert facts(data_of("dataset", 37)) == (4, 37, False)
+    assert facts(data_of("stream", 37)) == (None, None, False)
+    assert facts(data_of("dataset", 37).repeat()) == (None, None, True)
+
+
+def test_an_endless_dataset_has_only_full_steps() -> None:
+    def forbidden(count: int) -> int:
+        raise AssertionError("there is nothing to agree about")
+
+    group = feeds(data_of("dataset", 7).repeat(), 2, 4, agree=forbidden)
+    iterators = [feed.epoch(0) for feed in group]
+    steps = [tuple(next(iterator) for iterator in iterators) for _ in range(14)]
+    assert all(len(step_examples(batches)) == 4 for batches in steps)
+    assert {batch.examples for batches in steps for batch in batches} == {4}
+    # 14 steps of 4 are 8 times round 7 examples.
+    assert Counter(i for b in steps for i in step_examples(b)) == Counter(list(range(7)) * 8)
+
+
+def test_a_dataset_keeps_its_order() -> None:
+    steps = lockstep(feeds(data_of("dataset", 12), 3, 6))
+    assert [sorted(step_examples(batches)) for batches in steps] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_reads_every_example_once(kind: str, ranks: int) -> None:
+    group = feeds(data_of(kind, 37), ranks, 12)
+    by_rank = [list(feed.eval_batches()) for feed in group]
+    seen = [i for micros in by_rank for micro in micros for i in examples_of(micro)]
+    assert Counter(seen) == Counter(range(37))
+    for micros in by_rank:
+        # What evaluates ignores weights, so there must be no filler; and memory is bounded.
+        assert all(micro.weight.numpy().all() for micro in micros)
+        assert max(len(micro.weight) for micro in micros) == 12 // ranks
+
+
+def test_a_rank_without_examples_evaluates_nothing() -> None:
+    for kind in KINDS:
+        group = feeds(data_of(kind, 2), 3, 3)
+        assert sum(len(list(feed.eval_batches())) for feed in group) == 2
+
+
+def test_evaluation_is_not_shuffled() -> None:
+    (feed,) = feeds(data_of("arrays", 20), 1, 6)
+    assert [i for m in feed.eval_batches() for i in examples_of(m)] == list(range(20))
+
+
+def test_nests_keep_their_structure() -> None:
+    numbers = np.arange(10)
+    x = {"a": numbers.astype(np.float32), "b": (numbers[:, None] * [1, 2]).astype(np.int32)}
+    y = (numbers.astype(np.int64), np.stack([numbers, -numbers], 1).astype(np.float32))
+    (feed,) = feeds((x, y), 1, 5)
+    for batch in feed.epoch(0):
+        (micro,) = batch.micros
+        rows = micro.x["a"].numpy()
+        np.testing.assert_array_equal(micro.x["b"].numpy(), rows[:, None] * [1, 2])
+        np.testing.assert_array_equal(micro.y[0].numpy(), rows)
+        np.testing.assert_array_equal(micro.y[1].numpy(), np.stack([rows, -rows], 1))
+        assert micro.x["b"].dtype == tf.int32
+        assert micro.y[0].dtype == tf.int64
+
+
+def test_indexables_of_nests() -> None:
+    rows = [({"a": np.float32(i)}, {"t": np.array([i, i])}) for i in range(6)]
+    (feed,) = feeds(rows, 1, 3)
+    seen: list[float] = []
+    for batch in feed.epoch(0):
+        a = batch.micros[0].x["a"].numpy()
+        np.testing.assert_array_equal(batch.micros[0].y["t"].numpy(), np.stack([a, a], 1))
+        seen += a.tolist()
+    assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (np.float64, tf.float32),
+        (np.float32, tf.float32),
+        (np.float16, tf.float16),
+        (np.int64, tf.int64),
+        (np.uint8, tf.uint8),
+        (np.bool_, tf.bool),
+    ],
+)
+def test_only_double_precision_is_converted(given: Any, expected: tf.DType) -> None:
+    x = np.arange(8).astype(given)
+    for data in ((x, x), list(zip(x, x, strict=True))):
+        (feed,) = feeds(data, 1, 4)
+        for micro in (next(feed.epoch(0)).micros[0], next(iter(feed.eval_batches()))):
+            assert (micro.x.dtype, micro.y.dtype) == (expected, expected)
+
+
+BAD = {
+    "lengths differ": ((np.zeros(3), np.zeros(4)), r"lengths \[3, 4\]"),
+    "lengths differ in a nest": (({"a": np.zeros(3), "b": np.zeros(2)}, np.zeros(3)), r"\[2, 3\]"),
+    "no examples": ((np.zeros((0, 2)), np.zeros(0)), r"lengths \[0\]"),
+    "a number": ((np.zeros(3), np.float32(1)), r"lengths \[0, 3\]"),
+    "an empty indexable": ([], "list of length 0"),
+    "nothing": (None, "NoneType"),
+    "a generator": ((i for i in range(3)), "generator"),
+}
+
+
+@pytest.mark.parametrize("what", ["train_data", "eval_data"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_explained(name: str, what: str) -> None:
+    data, received = BAD[name]
+    with pytest.raises(ConfigError, match=rf"^task: {what}\(\) gave") as caught:
+        make_feed(data, what=what, global_batch=4, ranks=1, rank=0)
+    assert caught.value.rule
+    assert caught.value.do
+    assert what in caught.value.do
+    assert re.search(received, str(caught.value.received))
+
+
+def test_a_dataset_of_something_else_than_pairs_is_explained() -> None:
+    triples = tf.data.Dataset.from_tensor_slices((np.zeros(3), np.zeros(3), np.zeros(3)))
+    for dataset in (tf.data.Dataset.range(4), triples):
+        with pytest.raises(ConfigError, match="elements are not pairs") as caught:
+            make_feed(dataset, what="train_data", global_batch=2, ranks=1, rank=0)
+        assert caught.value.rule
+        assert "TensorSpec" in str(caught.value.received)
+        assert caught.value.do
+
+
+def test_a_dataset_known_to_be_empty_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval_data\(\) gave an empty dataset") as caught:
+        make_feed(data_of("dataset", 3).take(0), what="eval_data", global_batch=2, ranks=1, rank=0)
+    assert caught.value.rule
+
+
+# --- prefetching ---
+
+
+def prefetchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hvps-prefetch"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 50])
+def test_prefetching_keeps_items_and_their_order(depth: int) -> None:
+    assert list(prefetched(iter(range(20)), depth)) == list(range(20))
+    assert list(prefetched(iter([None, None]), depth)) == [None, None]
+    assert list(prefetched(iter([]), depth)) == []
+    assert prefetchers() == []
+
+
+def test_an_exception_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("cannot be read")
+
+    ahead = prefetched(items(), 4)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(OSError, match="cannot be read") as caught:
+        next(ahead)
+    # The place in the task's own code is what the user needs.
+    assert any(entry.name == "items" for entry in caught.traceback)
+    assert prefetchers() == []
+
+
+def test_a_task_that_fails_fails_the_epoch() -> None:
+    class Failing(Rows):
+        def __getitem__(self, i: int) -> tuple[np.ndarray, np.float32]:
+            if i == 7:
+                raise OSError("example 7 cannot be read")
+            return super().__getitem__(i)
+
+    (feed,) = feeds(Failing(10), 1, 2)
+    with pytest.raises(OSError, match="example 7"):
+        list(feed.epoch(0))
+    with pytest.raises(OSError, match="example 7"):
+        list(feed.eval_batches())
+
+
+def test_the_thread_ends_when_nobody_reads_on() -> None:
+    finished = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            finished.set()
+
+    source = items()
+    ahead = prefetched(source, 2)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    assert len(prefetchers()) == 1
+    ahead.close()
+    assert prefetchers() == []
+    source.close()
+    assert finished.is_set()
+
+
+def test_the_thread_ends_when_the_reader_fails() -> None:
+    def read() -> None:
+        for _ in prefetched(itertools.count(), 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    assert prefetchers() == []
+
+
+def test_work_is_done_ahead_but_not_without_bound() -> None:
+    made: list[int] = []
+    two_ahead, too_many = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        for i in itertools.count():
+            made.append(i)
+            if i >= 3:
+                two_ahead.set()
+            if i >= 5:
+                too_many.set()
+            yield i
+
+    ahead = prefetched(items(), 2)
+    next(ahead)
+    # Without the reader's help: two wait in the queue, one in the thread's hand.
+    assert two_ahead.wait(60)
+    assert not too_many.wait(0.3)
+    ahead.close()
+
+
+def test_work_is_done_in_another_thread() -> None:
+    names = set(prefetched((threading.current_thread().name for _ in range(3)), 1))
+    assert names == {"hvps-prefetch"}

@@ -1,0 +1,126 @@
+"""The files that measurements are written to can be read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from hvps.metrics import Csv, JsonLines, TensorBoard, Writers, open_writers
+
+TRAIN = {"loss": 0.5, "learning_rate": 0.001}
+EVAL = {"loss": 0.25, "accuracy": 0.75}
+
+
+def write_both(writer: Writers | JsonLines | Csv | TensorBoard) -> None:
+    writer.write("train", 10, 0, TRAIN)
+    writer.write("train", 20, 1, {**TRAIN, "loss": 0.4})
+    writer.write("eval", 20, 1, EVAL)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path)
+    write_both(writer)
+    # Read before it is closed: a run that is killed keeps what it wrote.
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    writer.close()
+    times = [record.pop("time") for record in records]
+    assert times == sorted(times)
+    assert records == [
+        {"kind": "train", "step": 10, "epoch": 0, "loss": 0.5, "learning_rate": 0.001},
+        {"kind": "train", "step": 20, "epoch": 1, "loss": 0.4, "learning_rate": 0.001},
+        {"kind": "eval", "step": 20, "epoch": 1, "loss": 0.25, "accuracy": 0.75},
+    ]
+
+
+def test_json_lines_are_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        writer = JsonLines(path)
+        writer.write("train", step, 0, TRAIN)
+        writer.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    writer = Csv(path, ["loss", "learning_rate", "accuracy"])
+    write_both(writer)
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file))
+    writer.close()
+    assert rows == [
+        ["kind", "step", "epoch", "loss", "learning_rate", "accuracy"],
+        ["train", "10", "0", "0.5", "0.001", ""],
+        ["train", "20", "1", "0.4", "0.001", ""],
+        ["eval", "20", "1", "0.25", "", "0.75"],
+    ]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    writer = TensorBoard(tmp_path)
+    write_both(writer)
+    writer.close()
+
+    def scalars(kind: str) -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(tmp_path / kind))
+        events.Reload()
+        found: dict[str, list[tuple[int, float]]] = {}
+        for name in events.Tags()["tensors"]:
+            for event in events.Tensors(name):
+                value = float(make_ndarray(event.tensor_proto))
+                found.setdefault(name, []).append((event.step, pytest.approx(value)))
+        return found
+
+    assert scalars("train") == {
+        "loss": [(10, 0.5), (20, 0.4)],
+        "learning_rate": [(10, 0.001), (20, 0.001)],
+    }
+    assert scalars("eval") == {"loss": [(20, 0.25)], "accuracy": [(20, 0.75)]}
+
+
+def test_all_writers_get_everything_and_are_closed() -> None:
+    class Recording:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def write(self, kind: str, step: int, epoch: int, values: object) -> None:
+            self.seen.append((kind, step, epoch, values))
+
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    both = [Recording(), Recording()]
+    writers = Writers(both)
+    write_both(writers)
+    writers.close()
+    for writer in both:
+        assert writer.seen[0] == ("train", 10, 0, TRAIN)
+        assert writer.seen[2:] == [("eval", 20, 1, EVAL), "closed"]
+
+
+@pytest.mark.parametrize("csv_file", [False, True])
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_what_is_switched_off_leaves_no_file(
+    tmp_path: Path, csv_file: bool, tensorboard: bool
+) -> None:
+    columns = ["loss", "learning_rate", "accuracy"]
+    writers = open_writers(tmp_path, columns, csv_file=csv_file, tensorboard=tensorboard)
+    write_both(writers)
+    writers.close()
+    expected = {"metrics.jsonl"}
+    expected |= {"metrics.csv"} if csv_file else set()
+    expected |= {"tensorboard"} if tensorboard else set()
+    assert {path.name for path in tmp_path.iterdir()} == expected
+
+
+def test_a_run_without_writers() -> None:
+    writers = Writers([])
+    write_both(writers)
+    writers.close()
