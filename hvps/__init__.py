@@ -1,3 +1,3 @@
-"""hvps: one trainer for Keras 3 models on many processes, by ring-allreduce or parameter servers."""
+"""hvps: one trainer of Keras 3 models for many processes, by allreduce or parameter servers."""
 
 __version__ = "0.1.0"

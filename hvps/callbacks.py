@@ -7,6 +7,7 @@ asking each other.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from hvps.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from hvps.config import EarlyStopConfig
 
-_LARGER_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "iou", "r2", "top_k")
+_LARGER_IS_BETTER = {"acc", "accuracy", "auc", "precision", "recall", "f1", "iou", "r2", "top"}
+_LESS_IS_BETTER = {"loss", "error", "entropy", "crossentropy"}
 
 
 class EarlyStopping:
@@ -32,14 +34,11 @@ class EarlyStopping:
     def __init__(self, config: EarlyStopConfig, names: Sequence[str]) -> None:
         self._patience, self._min_delta = config.patience, config.min_delta
         self._monitor = config.monitor
-        if self._patience and self._monitor not in names:
-            raise ConfigError(
-                "train.early_stop.monitor: no such metric",
-                rule=f"one of {', '.join(names) or 'nothing: there is no evaluation'}",
-                received=repr(self._monitor),
-                do="name a metric of the evaluation, or add it to the task's metrics()",
-            )
-        larger = any(part in self._monitor.lower() for part in _LARGER_IS_BETTER)
+        # A metric whose result is a vector reports name/0, name/1, ...
+        if self._patience and self._monitor.split("/")[0] not in names:
+            raise self._unknown(names)
+        words = set(re.split(r"[^a-z0-9]+", self._monitor.lower()))
+        larger = bool(words & _LARGER_IS_BETTER) and not words & _LESS_IS_BETTER
         mode = config.mode if config.mode != "auto" else ("max" if larger else "min")
         self._sign = 1.0 if mode == "min" else -1.0
         self._best = math.inf
@@ -49,12 +48,22 @@ class EarlyStopping:
         """Whether to stop after this evaluation."""
         if not self._patience:
             return False
+        if self._monitor not in evaluation:
+            raise self._unknown(list(evaluation))
         value = self._sign * evaluation[self._monitor]
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
         else:
             self._waited += 1
         return self._waited >= self._patience
+
+    def _unknown(self, names: Sequence[str]) -> ConfigError:
+        return ConfigError(
+            "train.early_stop.monitor: no such metric",
+            rule=f"one of {', '.join(names) or 'nothing: there is no evaluation'}",
+            received=repr(self._monitor),
+            do="name a metric of the evaluation, or add it to the task's metrics()",
+        )
 
 
 def check_finite(loss: float, step: int, applied_steps: int) -> None:

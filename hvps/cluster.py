@@ -58,7 +58,13 @@ _LAUNCHERS = (
     ("PMI_*", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Only a job step has SLURM_STEP_NUM_TASKS and a rank of its own; a batch script also sees
     # SLURM_NTASKS, and is one process all the same.
-    ("SLURM_*", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    (
+        "SLURM_*",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
 )
 
 
@@ -75,29 +81,48 @@ def detect_cluster(env: Mapping[str, str] | None = None) -> Cluster:
         if source == "SLURM_*" and env.get("SLURM_STEP_ID", "").startswith("429496729"):
             continue  # the batch and extern steps: one process, not a rank of a job
         rank, size = _integer(env, rank_key), _integer(env, size_key)
+        if local_rank_key not in env and "SLURM_LOCALID" in env:
+            # srun --mpi=pmi2 gives no local rank of its own.
+            local_rank_key, local_size_key = "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
         local_rank = _integer(env, local_rank_key) if local_rank_key in env else rank
-        local_size = _integer(env, local_size_key) if local_size_key in env else size
+        local_size = _local_size(env, local_size_key) if local_size_key in env else size
         if not 0 <= rank < size or not 0 <= local_rank < local_size <= size:
             raise ConfigError(
                 f"{source}: the launcher's variables contradict each other",
                 rule="0 <= rank < size, 0 <= local rank < local size <= size",
                 received=f"rank {rank} of {size}, local rank {local_rank} of {local_size}",
-                do="start the program with mpirun, horovodrun or srun, and do not set these by hand",
+                do="start the program with mpirun, horovodrun or srun, which set these",
             )
         return Cluster(rank, size, local_rank, local_size, source)
     return Cluster(0, 1, 0, 1, ALONE)
 
 
+def _local_size(env: Mapping[str, str], key: str) -> int:
+    """The number of tasks on this host; SLURM lists those of all hosts, as in "4(x2),3"."""
+    if not key.startswith("SLURM_"):
+        return _integer(env, key)
+    counts: list[int] = []
+    for part in env[key].split(","):
+        count, _, times = part.partition("(x")
+        try:
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+        except ValueError:
+            raise _not_a_number(env, key) from None
+    node = _integer(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return counts[min(node, len(counts) - 1)]
+
+
 def _integer(env: Mapping[str, str], key: str) -> int:
-    # SLURM writes "4(x2)" for four tasks on each of two hosts; the first number is the first
-    # host's, which is right for homogeneous jobs.
-    text = env[key].split("(")[0].split(",")[0]
     try:
-        return int(text)
+        return int(env[key])
     except ValueError:
-        raise ConfigError(
-            f"{key}: not a number",
-            rule="the launcher sets it to an integer",
-            received=repr(env[key]),
-            do=f"unset {key}, or start the program with mpirun, horovodrun or srun",
-        ) from None
+        raise _not_a_number(env, key) from None
+
+
+def _not_a_number(env: Mapping[str, str], key: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: not a number",
+        rule="the launcher sets it to an integer",
+        received=repr(env[key]),
+        do=f"unset {key}, or start the program with mpirun, horovodrun or srun",
+    )

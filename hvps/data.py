@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ import tensorflow as tf
 
 from hvps.errors import ConfigError
 from hvps.sampling import Plan, permuted
+from hvps.sources import Source, indexed_source
 
-_BLOCK = 64  # steps whose order is computed at once, to spread numpy's cost per call
+_ORDER_STEPS = 64  # steps whose order is computed at once, to spread numpy's cost per call
+_INLINE_BYTES = 1 << 20  # arrays whose steps are up to this size are not worth a thread
 
 
 @dataclass(frozen=True)
@@ -73,55 +75,63 @@ class IndexedFeed(Feed):
     """Examples that can be fetched by index: arrays, or anything with len() and []."""
 
     def __init__(
-        self,
-        fetch: Callable[[np.ndarray], Any],
-        plan: Plan,
-        *,
-        rank: int,
-        seed: int,
-        shuffle: bool,
-        prefetch: int,
+        self, source: Source, plan: Plan, *, rank: int, seed: int, shuffle: bool, prefetch: int
     ) -> None:
-        self._fetch, self._plan, self._rank = fetch, plan, rank
+        self._source, self._plan, self._rank = source, plan, rank
         self._seed, self._shuffle, self._prefetch = seed, shuffle, prefetch
         self.samples = plan.samples
         self.steps_per_epoch = plan.steps_per_epoch
+        step_bytes = source.example_bytes * _rows(plan) * plan.accumulate
+        # Small arrays are gathered for many steps at once, which costs less than handing single
+        # batches from thread to thread.
+        self._inline = 0 < step_bytes <= _INLINE_BYTES
+        self._fetch_steps = max(1, _INLINE_BYTES // step_bytes) if self._inline else 1
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        return prefetched(self._batches(epoch, first_step), self._prefetch)
+        batches = self._batches(epoch, first_step)
+        return batches if self._inline else prefetched(batches, self._prefetch)
 
     def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
+        for block in range(first_step, self._plan.steps_per_epoch, _ORDER_STEPS):
+            steps = range(block, min(block + _ORDER_STEPS, self._plan.steps_per_epoch))
+            orders, true_rows = self._order(epoch, steps)
+            per_fetch = self._fetch_steps * self._plan.accumulate
+            for first in range(0, len(orders), per_fetch):
+                part = slice(first, first + per_fetch)
+                micros = self._fetch(orders[part], true_rows[part])
+                for i in range(0, len(micros), self._plan.accumulate):
+                    step = block + (first + i) // self._plan.accumulate
+                    yield Batch(
+                        tuple(micros[i : i + self._plan.accumulate]), self._plan.step_size(step)
+                    )
+
+    def _order(self, epoch: int, steps: range) -> tuple[list[np.ndarray], list[int]]:
+        """Sample indices of each micro-batch in `steps`, and how many of them count."""
         plan = self._plan
-        for block in range(first_step, plan.steps_per_epoch, _BLOCK):
-            steps = range(block, min(block + _BLOCK, plan.steps_per_epoch))
-            shares = [
-                plan.share(step, micro, self._rank)
-                for step in steps
-                for micro in range(plan.accumulate)
-            ]
-            # An empty share borrows position 0 with weight 0: layers such as BatchNormalization
-            # would make NaN of no rows at all.
-            spans = [np.arange(s.start, s.stop) if len(s) else np.zeros(1, int) for s in shares]
-            positions = np.concatenate(spans)
-            order = (
-                permuted(positions, plan.samples, self._seed, epoch) if self._shuffle else positions
+        shares = [
+            plan.share(step, micro, self._rank)
+            for step in steps
+            for micro in range(plan.accumulate)
+        ]
+        # An empty share borrows position 0 with weight 0: layers such as BatchNormalization would
+        # make NaN of no rows at all.
+        spans = [np.arange(s.start, s.stop) if len(s) else np.zeros(1, int) for s in shares]
+        order = np.concatenate(spans)
+        if self._shuffle:
+            order = permuted(order, plan.samples, self._seed, epoch)
+        ends = np.cumsum([len(span) for span in spans])[:-1]
+        return np.split(order, ends), [len(share) for share in shares]
+
+    def _fetch(self, orders: list[np.ndarray], true_rows: list[int]) -> list[MicroBatch]:
+        """Fetch several micro-batches at once and take them apart again."""
+        sizes = [len(order) for order in orders]
+        x, y = self._source.fetch(orders[0] if len(orders) == 1 else np.concatenate(orders))
+        return [
+            MicroBatch(micro_x, micro_y, _weights(size, true))
+            for micro_x, micro_y, size, true in zip(
+                _taken_apart(x, sizes), _taken_apart(y, sizes), sizes, true_rows, strict=True
             )
-            pieces = np.split(order, np.cumsum([len(span) for span in spans])[:-1])
-            micros = [
-                self._micro(piece, len(share)) for piece, share in zip(pieces, shares, strict=True)
-            ]
-            for i, step in enumerate(steps):
-                chunk = micros[i * plan.accumulate : (i + 1) * plan.accumulate]
-                yield Batch(tuple(make() for make in chunk), plan.step_size(step))
-
-    def _micro(self, indices: np.ndarray, true_rows: int) -> Callable[[], MicroBatch]:
-        """Fetch later, when the prefetching thread comes to it."""
-
-        def make() -> MicroBatch:
-            x, y = self._fetch(indices)
-            return MicroBatch(x, y, _weights(len(indices), true_rows))
-
-        return make
+        ]
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         share, rows = self._plan.eval_share(self._rank), _rows(self._plan)
@@ -129,7 +139,7 @@ class IndexedFeed(Feed):
         def batches() -> Iterator[MicroBatch]:
             for start in range(share.start, share.stop, rows):
                 indices = np.arange(start, min(start + rows, share.stop))
-                yield self._micro(indices, len(indices))()
+                yield self._fetch([indices], [len(indices)])[0]
 
         return prefetched(batches(), self._prefetch)
 
@@ -151,6 +161,7 @@ class DatasetFeed(Feed):
         agree: Callable[[int], int],
     ) -> None:
         self._plan, self._rank, self._agree = plan, rank, agree
+        dataset = dataset.map(_narrowed)
         self._whole = dataset
         mine = dataset.shard(plan.ranks, rank) if plan.ranks > 1 else dataset
         self._local = mine.batch(_rows(plan)).prefetch(prefetch)
@@ -177,21 +188,21 @@ class DatasetFeed(Feed):
             step += 1
 
     def _next_micros(self, rows: Iterator[Any]) -> tuple[tuple[MicroBatch, ...], int]:
+        """The next step's micro-batches; none of them, and 0, for a dataset with nothing in it."""
         micros, examples = [], 0
         for _ in range(self._plan.accumulate):
             element = next(rows, None)
             if element is None:
-                micros.append(self._filler())
+                # This rank has run out before the others: one row of weight 0.
+                filler = next(iter(self._whole.take(1).batch(1)), None)
+                if filler is None:
+                    return (), 0
+                micros.append(MicroBatch(filler[0], filler[1], _weights(1, 0)))
             else:
                 n = _length(element)
                 examples += n
                 micros.append(MicroBatch(element[0], element[1], _weights(n, n)))
         return tuple(micros), examples
-
-    def _filler(self) -> MicroBatch:
-        """One row of weight 0 for a rank that has run out before the others."""
-        element = next(iter(self._whole.take(1).batch(1)))
-        return MicroBatch(element[0], element[1], _weights(1, 0))
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         for element in self._local:
@@ -227,9 +238,9 @@ def make_feed(
         samples = _cardinality(data, what)
         plan = Plan(samples, global_batch, ranks, accumulate)
         return DatasetFeed(data, plan, rank=rank, prefetch=prefetch, agree=agree)
-    fetch, samples = _indexed(data, what)
-    plan = Plan(samples, global_batch, ranks, accumulate)
-    return IndexedFeed(fetch, plan, rank=rank, seed=seed, shuffle=shuffle, prefetch=prefetch)
+    source = indexed_source(data, what)
+    plan = Plan(source.samples, global_batch, ranks, accumulate)
+    return IndexedFeed(source, plan, rank=rank, seed=seed, shuffle=shuffle, prefetch=prefetch)
 
 
 def prefetched(items: Iterator[Any], depth: int) -> Iterator[Any]:
@@ -271,45 +282,21 @@ def prefetched(items: Iterator[Any], depth: int) -> Iterator[Any]:
         thread.join(timeout=5.0)
 
 
-def _indexed(data: Any, what: str) -> tuple[Callable[[np.ndarray], Any], int]:
-    """A function from indices to (x, y) tensors, and the number of samples."""
-    if isinstance(data, tuple) and len(data) == 2:
-        arrays = tf.nest.map_structure(_as_array, data)
-        lengths = {len(a) if a.ndim else 0 for a in tf.nest.flatten(arrays)}
-        if len(lengths) != 1 or 0 in lengths:
-            raise ConfigError(
-                f"task: {what}() gave arrays that do not fit together",
-                rule="x and y hold the same number of examples on axis 0, at least one",
-                received=f"lengths {sorted(lengths)}",
-                do=f"mend {what}()",
-            )
+def _taken_apart(nest: Any, sizes: list[int]) -> list[Any]:
+    """Consecutive rows of a nest of tensors, as one nest for each of `sizes`."""
+    if len(sizes) == 1:
+        return [nest]
+    leaves = [tf.split(leaf, sizes) for leaf in tf.nest.flatten(nest)]
+    if not tf.nest.is_nested(nest):
+        return list(leaves[0])
+    return [tf.nest.pack_sequence_as(nest, piece) for piece in zip(*leaves, strict=True)]
 
-        def gather(indices: np.ndarray) -> Any:
-            return tf.nest.map_structure(lambda a: tf.convert_to_tensor(a[indices]), arrays)
 
-        return gather, lengths.pop()
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0:
-
-        def collate(indices: np.ndarray) -> Any:
-            rows = [data[int(i)] for i in indices]
-            return tf.nest.map_structure(
-                lambda *leaves: tf.convert_to_tensor(_as_array(np.stack(leaves))), *rows
-            )
-
-        return collate, len(data)
-    raise ConfigError(
-        f"task: {what}() gave something that cannot be fed",
-        rule="a tuple (x, y) of arrays, an indexable of (x, y), or a tf.data.Dataset; not empty",
-        received=f"{type(data).__name__}"
-        + (f" of length {len(data)}" if isinstance(data, Sequence) else ""),
-        do=f"mend {what}(); hvps/task.py says what it may return",
+def _narrowed(*element: Any) -> Any:
+    """An element with float32 for float64, as Keras does with its inputs."""
+    return tf.nest.map_structure(
+        lambda leaf: tf.cast(leaf, tf.float32) if leaf.dtype == tf.float64 else leaf, element
     )
-
-
-def _as_array(leaf: Any) -> np.ndarray:
-    """A numpy array; float64 becomes float32, as Keras does with its inputs."""
-    array = np.asarray(leaf)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _cardinality(dataset: tf.data.Dataset, what: str) -> int:
@@ -324,7 +311,12 @@ def _cardinality(dataset: tf.data.Dataset, what: str) -> int:
         )
     n = int(dataset.cardinality())
     if n == 0:
-        raise ConfigError(f"task: {what}() gave an empty dataset", rule="at least one example")
+        raise ConfigError(
+            f"task: {what}() gave an empty dataset",
+            rule="at least one example",
+            received="a tf.data.Dataset of cardinality 0",
+            do=f"mend {what}()",
+        )
     return max(n, 0)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvps.backends import Backend
 from hvps.data import Feed
 from hvps.errors import ConfigError
-from hvps.step import forward, per_example_loss, trace_any_batch
+from hvps.step import AnyBatch, forward, per_example_loss
 
 
 class Evaluator:
@@ -38,17 +38,17 @@ class Evaluator:
         self._model, self._loss, self._feed, self._backend = model, loss, feed, backend
         self._metrics = metrics
         self.names = ["loss", *(metric.name for metric in metrics)]
-        if len(set(self.names)) != len(self.names):
+        taken = [name for name in ("kind", "step", "epoch", "time") if name in self.names]
+        if taken or len(set(self.names)) != len(self.names):
             raise ConfigError(
                 "task: metrics() gives two of one name",
-                rule='names are unique, and "loss" is taken',
+                rule="names are unique; loss, kind, step, epoch and time are taken",
                 received=", ".join(self.names[1:]),
                 do="give each metric a name of its own",
             )
         self._loss_sum = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="eval_loss_sum")
         self._examples = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="eval_examples")
-        self._traced = False
-        self._step = tf.function(self._step_body, reduce_retracing=True, jit_compile=False)
+        self._step = AnyBatch(self._step_body)
 
     def _step_body(self, x: Any, y: Any) -> None:
         y_pred = forward(self._model, x, training=False)
@@ -62,9 +62,6 @@ class Evaluator:
         """Mean loss per example (without the model's penalties) and the metrics, by name."""
         state = self._reset()
         for batch in self._feed.eval_batches():
-            if not self._traced:
-                self._traced = True
-                trace_any_batch(self._step, batch.x, batch.y)
             self._step(batch.x, batch.y)
         sums = self._backend.reduce([np.asarray(variable) for variable in state])
         for variable, total in zip(state, sums, strict=True):

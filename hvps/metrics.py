@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ class JsonLines:
         self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
 
     def write(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        record = {"kind": kind, "step": step, "epoch": epoch, "time": time.time(), **values}
-        self._file.write(json.dumps(record) + "\n")
+        # JSON has no NaN and no infinity; their names are still better than nothing.
+        plain = {name: v if math.isfinite(v) else str(v) for name, v in values.items()}
+        record = {"kind": kind, "step": step, "epoch": epoch, "time": time.time(), **plain}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -36,16 +39,38 @@ class JsonLines:
 
 
 class Csv:
-    """metrics.csv: one row a record, empty where a kind has no such column."""
+    """metrics.csv: one row a record, empty where a kind has no such column.
+
+    Columns that come up later (a metric whose result turns out to be a vector) are added on the
+    right, and the file written anew.
+    """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._file: TextIO = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115
-        self._rows = csv.DictWriter(self._file, ["kind", "step", "epoch", *columns])
-        self._rows.writeheader()
+        self._path = path
+        self._columns = ["kind", "step", "epoch", *columns]
+        self._open("w")
+        self._writer.writeheader()
+
+    def _open(self, mode: str) -> None:
+        self._file = open(self._path, mode, encoding="utf-8", newline="")  # noqa: SIM115
+        self._writer = csv.DictWriter(self._file, self._columns)
 
     def write(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        self._rows.writerow({"kind": kind, "step": step, "epoch": epoch, **values})
+        row = {"kind": kind, "step": step, "epoch": epoch, **values}
+        unknown = [name for name in row if name not in self._columns]
+        if unknown:
+            self._add_columns(unknown)
+        self._writer.writerow(row)
         self._file.flush()
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        self._file.close()
+        with open(self._path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        self._columns += names
+        self._open("w")
+        self._writer.writeheader()
+        self._writer.writerows(rows)
 
     def close(self) -> None:
         self._file.close()
@@ -59,13 +84,13 @@ class TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def write(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        import tensorflow as tf
+        # Not tf.summary: it runs an operation for each number, which takes longer than a step.
+        from tensorboard.summary import Writer as EventWriter
 
         if kind not in self._writers:
-            self._writers[kind] = tf.summary.create_file_writer(str(self._path / kind))
-        with self._writers[kind].as_default():
-            for name, value in values.items():
-                tf.summary.scalar(name, value, step=step)
+            self._writers[kind] = EventWriter(str(self._path / kind))
+        for name, value in values.items():
+            self._writers[kind].add_scalar(name, value, step)
 
     def close(self) -> None:
         for writer in self._writers.values():

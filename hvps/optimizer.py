@@ -69,8 +69,17 @@ def _from_task(config: Config, build: Any) -> keras.optimizers.Optimizer:
             do="take one of them away",
         )
     optimizer = build()
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            "task: build_optimizer() did not return an optimizer",
+            rule="a keras.optimizers.Optimizer",
+            received=type(optimizer).__name__,
+            do="return the optimizer",
+        )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(getattr(inner, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
+    if isinstance(
+        getattr(inner, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule
+    ):
         raise ConfigError(
             "task: build_optimizer() gave an optimizer with a schedule of its own",
             rule="a constant learning rate; hvps moves it as `schedule` says",

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from hvps.log import logger
 
-
 _SECONDS_BETWEEN_LINES = 1.0
 
 
@@ -55,9 +54,7 @@ class Lines:
         shown = kind != "train" or now - self._last >= _SECONDS_BETWEEN_LINES
         if shown and kind == "train":
             self._last = now
-        logger.log(
-            logging.INFO if shown else logging.DEBUG, _line(kind, step, self._total, values)
-        )
+        logger.log(logging.INFO if shown else logging.DEBUG, _line(kind, step, self._total, values))
 
     def close(self) -> None:
         pass
@@ -95,9 +92,7 @@ class Bar:
         self._bar.stop()
 
 
-def make_progress(
-    choice: str, *, is_root: bool, launched: bool, total: int | None
-) -> Progress:
+def make_progress(choice: str, *, is_root: bool, launched: bool, total: int | None) -> Progress:
     """The progress display that `log.progress` asks for.
 
     Args:

@@ -73,13 +73,6 @@ def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirecto
         path = _claim(base, name, stem)
         (path / "logs").mkdir(exist_ok=True)
         _point_latest(base, path.name)
-    except FileExistsError:
-        raise ConfigError(
-            f"run.name: {name} belongs to an earlier run",
-            rule="a run never writes over another",
-            received=str(base / str(name)),
-            do="choose another run.name, or delete that folder",
-        ) from None
     except OSError as err:
         raise ConfigError(
             "run.dir: cannot be written",
@@ -94,8 +87,17 @@ def _claim(base: Path, name: str | None, stem: str) -> Path:
     """Make a folder that nobody else has made: two runs may start in the same second."""
     if name is not None:
         path = base / name
-        if not (path.is_dir() and not any(path.iterdir())):
+        if path.is_dir() and not any(path.iterdir()):
+            return path
+        try:
             path.mkdir()
+        except FileExistsError:
+            raise ConfigError(
+                f"run.name: {name} belongs to an earlier run",
+                rule="a run never writes over another",
+                received=str(path),
+                do="choose another run.name, or delete that folder",
+            ) from None
         return path
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
@@ -109,9 +111,15 @@ def _claim(base: Path, name: str | None, stem: str) -> Path:
 
 
 def _point_latest(base: Path, name: str) -> None:
-    aside = base / f".latest-{os.getpid()}"
+    # Named after the run, whose folder is ours alone: containers may share the disk and have the
+    # same process ids.
+    aside = base / f".latest-{name}"
     aside.symlink_to(name)
-    os.replace(aside, base / "latest")
+    try:
+        os.replace(aside, base / "latest")
+    except OSError:
+        aside.unlink()
+        raise
 
 
 def versions() -> dict[str, str]:

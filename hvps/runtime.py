@@ -71,7 +71,7 @@ def configure_tensorflow(config: Config, cluster: Cluster) -> str:
         ConfigError: there are more ranks on this host than GPUs.
     """
     with _without_import_noise(), _without_sklearn():
-        import keras
+        import keras  # noqa: F401 (now, for what it says while it is loaded)
         import tensorflow as tf
 
     threads = threads_per_rank(cluster)
@@ -90,10 +90,10 @@ def reset_keras(config: Config) -> None:
     """
     import keras
 
+    keras.utils.clear_session()  # first: it also takes the dtype policy back
     keras.config.set_floatx("float32")
     keras.config.set_image_data_format("channels_last")
     keras.config.set_dtype_policy(config.train.precision)
-    keras.utils.clear_session()
     keras.utils.set_random_seed(config.run.seed)
 
 
@@ -158,7 +158,7 @@ def pin_gpu(tf_config: Any, cluster: Cluster) -> str | None:
             f"launch: more ranks on this host than GPUs (local rank {cluster.local_rank})",
             rule="one rank per GPU",
             received=f"{cluster.local_size} ranks, {len(gpus)} GPUs",
-            do=f"start at most {len(gpus)} ranks per host, or set CUDA_VISIBLE_DEVICES= to use CPUs",
+            do=f"start at most {len(gpus)} ranks per host, or hide them: CUDA_VISIBLE_DEVICES=",
         )
     mine = gpus[cluster.local_rank]
     tf_config.set_visible_devices(mine, "GPU")

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch, position), the same for any number of ranks.
+"""The order of samples: a pure function of seed, epoch and position, for any number of ranks.
 
 Position p of an epoch is a sample index through a keyed permutation of [0, n): a Feistel network on
 just enough bits, walked along its cycle until the value is below n (Black and Rogaway 2002,
@@ -66,9 +66,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    state = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK64
-    counters = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return _mix(np.uint64(state) + counters)
+    # The seed is mixed before the epoch is added, and both before the round is: neighbouring seeds
+    # or epochs would otherwise share round keys, and with them parts of their order.
+    state = _mix(np.array([(seed + 0x2545F4914F6CDD1D) & _MASK64], np.uint64))
+    state = _mix(state + np.uint64((epoch * 0xD1B54A32D192ED03) & _MASK64))
+    rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return _mix(state + rounds)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import yaml
 from hvps.backends import Backend
 from hvps.cluster import Cluster
 from hvps.config import Config
-from hvps.overrides import LoadedConfig
 from hvps.data import Feed, make_feed
 from hvps.errors import ConfigError
 from hvps.evaluation import Evaluator
 from hvps.log import log_to_file, logger, start_logging
 from hvps.metrics import Writers, open_writers
 from hvps.optimizer import make_optimizer
+from hvps.overrides import LoadedConfig
 from hvps.progress import make_progress
 from hvps.run_directory import (
     RunDirectory,
@@ -134,9 +134,17 @@ class Session:
                 do="set train.steps",
             )
         held_out = task.eval_data()
-        return train_feed, None if held_out is None else make_feed(
-            held_out, what="eval_data", **common
-        )
+        if held_out is None:
+            return train_feed, None
+        eval_feed = make_feed(held_out, what="eval_data", **common)
+        if eval_feed.endless:
+            raise ConfigError(
+                "task: eval_data() never ends",
+                rule="an evaluation reads each held-out example once",
+                received="a dataset of infinite cardinality",
+                do="take away .repeat(), or use .take(n)",
+            )
+        return train_feed, eval_feed
 
     def _writers(self, evaluator: Evaluator | None) -> Writers:
         if not self.cluster.is_root:

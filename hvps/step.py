@@ -43,10 +43,11 @@ def loss_and_gradients(
     with tf.GradientTape() as tape:
         loss_sum = tf.reduce_sum(per_example_loss(loss, y, forward(model, x, True)) * weight)
         objective = loss_sum / examples
-        if model.losses:
-            objective += tf.cast(tf.add_n(model.losses), tf.float32) / shares
+        for penalty in model.losses:
+            objective += tf.reduce_sum(tf.cast(penalty, tf.float32)) / shares
         objective = optimizer.scale_loss(objective)
     gradients = tape.gradient(objective, variables)
+
     # A variable that this loss does not reach has no gradient on any rank; Keras then warns and
     # leaves it out. Zeros keep the ranks' lists aligned and mean the same.
     def complete(gradient: Gradient | None, variable: tf.Variable) -> Gradient:
@@ -110,19 +111,40 @@ def _static_shape(slices: tf.IndexedSlices) -> list[int]:
     return [int(n) for n in known]
 
 
-def trace_any_batch(function: Any, *arguments: Any) -> None:
-    """Trace a `tf.function` once for batches of every size, so that an epoch's smaller last batch
-    does not trace it again.
+class AnyBatch:
+    """A `tf.function` that is traced once, for batches of every size.
+
+    An epoch's smaller last batch would otherwise trace it again, which takes longer than an epoch
+    of a small model; and the traced function is called directly, which saves the fraction of a
+    millisecond in which `tf.function` looks for a trace that fits.
 
     Args:
-        function: a `tf.function`.
-        arguments: those of a first call; nests of tensors whose axis 0 is the batch, or scalars.
+        body: function of nests of tensors whose axis 0 is the batch, and of others of fixed shape.
     """
 
-    def spec(value: Any) -> Any:
-        found = tf.type_spec_from_value(value)
-        if isinstance(found, tf.TensorSpec) and found.shape.rank:
-            return tf.TensorSpec([None, *found.shape[1:]], found.dtype)
-        return found
+    def __init__(self, body: Callable[..., Any]) -> None:
+        # No XLA: Horovod has no kernels for it here. No autograph: Keras's own step is not
+        # converted either, and it would wrap the errors that a task is to be told of.
+        self._function = tf.function(
+            body, reduce_retracing=True, jit_compile=False, autograph=False
+        )
+        self._traced: Any = None
 
-    function.get_concrete_function(*tf.nest.map_structure(spec, arguments))
+    def __call__(self, *arguments: Any) -> Any:
+        if self._traced is None:
+            self._traced = self._function.get_concrete_function(
+                *tf.nest.map_structure(_any_batch, arguments)
+            )
+        try:
+            return self._traced(*arguments)
+        except (TypeError, ValueError):
+            # Other axes differ too, such as the length of a sequence: let TensorFlow find or make
+            # the trace. Inside a traced function no Python code runs that could raise these.
+            return self._function(*arguments)
+
+
+def _any_batch(value: Any) -> Any:
+    spec = tf.type_spec_from_value(value)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec

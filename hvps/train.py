@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+
 from hvps.cli_args import split_args
 from hvps.cluster import Cluster, detect_cluster
 from hvps.errors import ConfigError, report_error

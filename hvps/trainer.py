@@ -91,7 +91,7 @@ class Trainer:
             TrainingError: the loss is not finite, the ranks drifted apart or lost one another.
         """
         try:
-            self._run_epochs()
+            self.train_epochs()
         finally:
             self._progress.close()
         # Some optimizers (weight averaging) have their last word here.
@@ -104,7 +104,12 @@ class Trainer:
         self._writers.close()
         return self._result
 
-    def _run_epochs(self) -> None:
+    def train_epochs(self) -> None:
+        """The steps of the configuration, with records and the evaluations between them.
+
+        Called again, it goes on with the same weights for as many steps more.
+        """
+        self._result.steps, self._epoch = 0, 0
         while not self._finished():
             steps_before = self._result.steps
             for batch in self._feed.epoch(self._epoch):

@@ -1,7 +1,7 @@
 """How the step is shared between processes.
 
-`Backend` is the seam; `make_backend` is the only place that asks for `backend.kind`. Nothing outside
-this package imports horovod or mpi4py.
+`Backend` is the seam; `make_backend` is the only place that asks for `backend.kind`. Nothing
+outside this package imports horovod or mpi4py.
 """
 
 from __future__ import annotations

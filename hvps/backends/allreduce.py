@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.backends.collectives import Collectives
-from hvps.backends.local import LocalBackend
+from hvps.backends.local import LocalBackend, by_path
 from hvps.cluster import Cluster
 from hvps.errors import ConfigError, PeerLostError, TrainingError
 from hvps.step import Gradient, merge_rows
@@ -38,7 +38,10 @@ class AllreduceBackend(LocalBackend):
         identity: dict[str, Any],
     ) -> None:
         super().setup(model=model, optimizer=optimizer, loss=loss, identity=identity)
-        layout = {v.path: f"{v.dtype} {tuple(v.shape)}" for v in self._shared_variables()}
+        layout = {
+            name: f"{v.dtype} {tuple(v.shape)}"
+            for name, v in by_path(self._shared_variables()).items()
+        }
         self._compare({**identity, "variables": layout})
         self._collectives.broadcast_variables(self._shared_variables() + self._replicated_state())
 
@@ -77,7 +80,9 @@ class AllreduceBackend(LocalBackend):
         large = [i for i in dense if i not in small]
         rows = self._total_rows({i: gradients[i] for i in sparse})
         for i, tensor in zip(
-            large, self._collectives.sum_tensors([gradients[i] for i in large], "large"), strict=True
+            large,
+            self._collectives.sum_tensors([gradients[i] for i in large], "large"),
+            strict=True,
         ):
             reduced[i] = tensor
         packed = tf.concat([tf.reshape(gradients[i], [-1]) for i in small] + [scalars], 0)
@@ -207,14 +212,19 @@ def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _explained(err: Exception) -> Exception:
     """A lost peer, where that is what the library says; else the error as it is."""
-    text = str(err)
-    signs = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer",
-             "Connection reset by peer", "MPI_ERR", "stalled")
-    if any(sign in text for sign in signs):
-        return PeerLostError(
-            "lost contact with another rank",
-            rule="all ranks take part in every step",
-            received=text.strip().splitlines()[0][:300],
-            do="look for the first error among the other ranks",
-        )
-    return err
+    signs = (
+        "Horovod has been shut down",
+        "HorovodInternalError",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "MPI_ERR",
+    )
+    said = [line for line in str(err).splitlines() if any(sign in line for sign in signs)]
+    if not said:
+        return err
+    return PeerLostError(
+        "lost contact with another rank",
+        rule="all ranks take part in every step",
+        received=said[0].strip()[:300],
+        do="look for the first error among the other ranks",
+    )

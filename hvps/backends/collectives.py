@@ -111,7 +111,8 @@ def make_collectives(config: Config, cluster: Cluster) -> Collectives:
         raise ConfigError(
             f"backend.engine: {collectives.engine} sees another job than the launcher started",
             rule="the collective library and the launcher agree on the number of processes",
-            received=f"{collectives.size} in {collectives.engine}, {cluster.size} by {cluster.source}",
+            received=f"{collectives.size} in {collectives.engine},"
+            f" {cluster.size} by {cluster.source}",
             do="use the mpirun of the MPI that it was built with (`which mpirun`), or horovodrun;"
             " under `horovodrun --gloo` use backend.engine=horovod",
         )

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.cluster import Cluster
-from hvps.data import Batch, MicroBatch
-from hvps.step import Gradient, loss_and_gradients, trace_any_batch
+from hvps.data import Batch
+from hvps.step import AnyBatch, Gradient, loss_and_gradients
 
 
 class LocalBackend:
@@ -45,27 +45,18 @@ class LocalBackend:
                 tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name=f"accumulated_{i}")
                 for i, v in enumerate(model.trainable_variables)
             ]
-        self._traced = False
         self._loss_buffer = tf.Variable(0.0, trainable=False, name="accumulated_loss")
-        # Horovod has no XLA kernels here, and Keras would ask for XLA as soon as it sees a GPU.
-        self._add = tf.function(self._add_body, reduce_retracing=True, jit_compile=False)
-        self._update = tf.function(self._update_body, reduce_retracing=True, jit_compile=False)
+        self._add = AnyBatch(self._add_body)
+        self._update = AnyBatch(self._update_body)
 
     def train_step(
         self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]
     ) -> tf.Tensor:
         controls = tf.constant([learning_rate, batch.examples, *stop], tf.float32)
-        if not self._traced:
-            self._trace(batch.micros[-1], controls)
         for micro in batch.micros[:-1]:
             self._add(micro.x, micro.y, micro.weight, controls)
         last = batch.micros[-1]
         return self._update(last.x, last.y, last.weight, controls)
-
-    def _trace(self, micro: MicroBatch, controls: tf.Tensor) -> None:
-        self._traced = True
-        for function in (self._add, self._update) if self._buffers else (self._update,):
-            trace_any_batch(function, micro.x, micro.y, micro.weight, controls)
 
     def _gradients(
         self, x: Any, y: Any, weight: tf.Tensor, controls: tf.Tensor
@@ -133,9 +124,10 @@ class LocalBackend:
 
     def variables(self) -> dict[str, keras.Variable]:
         """Weights, seed-generator states and optimizer variables by a name that holds no layout."""
-        named = {f"model/{v.path}": v for v in self._model.variables}
-        named.update({f"optimizer/{v.path}": v for v in self._optimizer.variables})
-        return named
+        return {
+            **by_path(self._model.variables, "model/"),
+            **by_path(self._optimizer.variables, "optimizer/"),
+        }
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: np.asarray(v) for name, v in self.variables().items()}
@@ -147,6 +139,7 @@ class LocalBackend:
         for name, variable in variables.items():
             if tuple(variable.shape) != state[name].shape:
                 raise ValueError(f"{name}: shape {variable.shape}, not {state[name].shape}")
+        for name, variable in variables.items():
             variable.assign(state[name])
 
     def sync_model(self) -> None:
@@ -157,3 +150,14 @@ class LocalBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def by_path(variables: Sequence[keras.Variable], prefix: str = "") -> dict[str, keras.Variable]:
+    """Variables by their path; where layers share a name, the further ones are numbered."""
+    named: dict[str, keras.Variable] = {}
+    seen: dict[str, int] = {}
+    for variable in variables:
+        seen[variable.path] = seen.get(variable.path, 0) + 1
+        number = f"#{seen[variable.path]}" if seen[variable.path] > 1 else ""
+        named[f"{prefix}{variable.path}{number}"] = variable
+    return named

@@ -151,7 +151,7 @@ def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
 
 
 class _Watchdog:
-    """Ends this process when an MPI call has waited for too long: MPI itself would wait for ever."""
+    """Ends this process when an MPI call has waited for too long: MPI itself waits for ever."""
 
     def __init__(self, timeout: float, rank: int) -> None:
         self._timeout, self._rank = timeout, rank
