@@ -70,7 +70,7 @@ class BackendConfig(Section):
         description="what carries the allreduce; auto: Horovod where installed, else MPI",
     )
     stall_timeout: float = Field(
-        default=60.0,
+        default=120.0,
         gt=0,
         description="seconds a rank waits for a missing one before the job is stopped",
     )
@@ -115,7 +115,7 @@ class EarlyStopConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: int = Field(default=12, ge=1, description="passes over the training data")
+    epochs: int = Field(default=30, ge=1, description="passes over the training data")
     steps: int | None = Field(
         default=None, ge=1, description="stop after so many updates, not by epochs"
     )
