@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hvps
 from hvps.config import Config, leaf_fields
 from hvps.config_validate import validate
 from hvps.problems import (
@@ -128,7 +129,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         ConfigError: the file cannot be read, or a key or value is wrong; all problems are named.
     """
     tree = RawTree()
-    file = Path(path) if path is not None else None
+    file = _found(Path(path)) if path is not None else None
     if file is not None:
         _read_file(tree, file)
     problems: list[Problem] = []
@@ -147,6 +148,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     origins.update(_free_origins(tree.origins, "optimizer", config.optimizer.arguments()))
     origins.update(_free_origins(tree.origins, "task_args", config.task_args))
     return LoadedConfig(config, origins, file)
+
+
+def _found(path: Path) -> Path:
+    """The file itself, or from any other folder the one of that name that comes with hvps."""
+    shipped = Path(hvps.__file__).parent.parent / path
+    is_shipped = path.parts[:1] == ("configs",) and shipped.is_file()
+    return shipped if is_shipped and not path.exists() else path
 
 
 def _is_unset(values: Mapping[str, Any], key: str) -> bool:

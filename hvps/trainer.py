@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvps.backends import Backend, StepOutput
@@ -80,7 +80,7 @@ class Trainer:
         self._total = total_steps(config, feed)
         names = evaluator.names if evaluator else []
         self._early_stopping = EarlyStopping(config.train.early_stop, names)
-        self._meter = _Meter()
+        self._meter = _Meter(backend.read)
         self._result = TrainingResult()
         self._epoch = 0
 
@@ -213,7 +213,8 @@ class _Meter:
     The first step is not timed: it is traced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[tf.Tensor], StepOutput]) -> None:
+        self._read_output = read
         self.seen = StepOutput(0.0, 0.0, 0.0, 0.0)
         self.timed_seconds = 0.0
         self.timed_examples = 0
@@ -268,7 +269,7 @@ class _Meter:
             return
         output, examples = self._pending
         self._pending = None
-        self.seen = StepOutput(*np.asarray(output).tolist())
+        self.seen = self._read_output(output)
         self._steps += 1
         if self.seen.skipped:
             self._skipped += 1

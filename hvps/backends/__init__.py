@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepOutput(NamedTuple):
-    """What one update says about itself, over all ranks. Reading it waits for the step.
+    """What one update says about itself, over all ranks.
 
     Attributes:
         loss_sum: sum of the per-example losses.
@@ -64,6 +64,9 @@ class Backend(Protocol):
         self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]
     ) -> tf.Tensor:
         """Run one update; returns float32 [4], the fields of `StepOutput`, not waited for."""
+
+    def read(self, output: tf.Tensor) -> StepOutput:
+        """Wait for a step and read what it says."""
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -113,9 +116,12 @@ def make_backend(config: Config, cluster: Cluster) -> Backend:
         return LocalBackend(cluster, accumulate=config.train.accumulate)
     from hvps.backends.allreduce import AllreduceBackend
     from hvps.backends.collectives import make_collectives
+    from hvps.backends.watchdog import Watchdog
 
+    watchdog = Watchdog(config.backend.stall_timeout, cluster.rank)
     return AllreduceBackend(
         cluster,
         accumulate=config.train.accumulate,
-        collectives=make_collectives(config, cluster),
+        collectives=make_collectives(config, cluster, watchdog),
+        watchdog=watchdog,
     )

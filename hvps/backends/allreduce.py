@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvps.backends import StepOutput
 from hvps.backends.collectives import Collectives
 from hvps.backends.local import LocalBackend, by_path
+from hvps.backends.watchdog import Watchdog
 from hvps.cluster import Cluster
 from hvps.errors import ConfigError, PeerLostError, TrainingError
 from hvps.step import Gradient, merge_rows
@@ -24,9 +27,16 @@ class AllreduceBackend(LocalBackend):
 
     name = "allreduce"
 
-    def __init__(self, cluster: Cluster, *, accumulate: int, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        accumulate: int,
+        collectives: Collectives,
+        watchdog: Watchdog,
+    ) -> None:
         super().__init__(cluster, accumulate=accumulate)
-        self._collectives = collectives
+        self._collectives, self._watchdog = collectives, watchdog
         self.engine = collectives.engine
 
     def setup(
@@ -43,7 +53,10 @@ class AllreduceBackend(LocalBackend):
             for name, v in by_path(self._shared_variables()).items()
         }
         self._compare({**identity, "variables": layout})
-        self._collectives.broadcast_variables(self._shared_variables() + self._replicated_state())
+        with self._together("rank 0's weights"):
+            self._collectives.broadcast_variables(
+                self._shared_variables() + self._replicated_state()
+            )
 
     def _shared_variables(self) -> list[keras.Variable]:
         """What must be equal on all ranks after every step."""
@@ -60,10 +73,24 @@ class AllreduceBackend(LocalBackend):
     # --- the step ---
 
     def train_step(self, batch: Any, *, learning_rate: float, stop: tuple[bool, bool]) -> tf.Tensor:
-        try:
+        with self._together(step=True):
             return super().train_step(batch, learning_rate=learning_rate, stop=stop)
-        except tf.errors.OpError as err:
-            raise _explained(err) from err
+
+    def read(self, output: tf.Tensor) -> StepOutput:
+        with self._together(step=True):
+            return super().read(output)
+
+    @contextmanager
+    def _together(self, what: str = "", *, step: bool = False) -> Iterator[None]:
+        """What needs the other ranks: with a deadline, and errors that say when one is gone."""
+        try:
+            with self._watchdog.step() if step else self._watchdog.waiting(what):
+                yield
+        except (tf.errors.OpError, RuntimeError) as err:
+            lost = _peer_lost(err)
+            if lost is None:
+                raise
+            raise lost from err
 
     def _reduce(
         self, gradients: list[Gradient], scalars: tf.Tensor
@@ -140,16 +167,20 @@ class AllreduceBackend(LocalBackend):
     # --- between steps ---
 
     def reduce(self, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
-        try:
+        with self._together("a sum over the ranks"):
             return self._collectives.sum_arrays([np.asarray(value) for value in sums])
-        except (tf.errors.OpError, RuntimeError) as err:
-            raise _explained(err) from err
 
     def broadcast(self, value: Any) -> Any:
-        return self._collectives.broadcast_object(value)
+        with self._together("rank 0's word"):
+            return self._collectives.broadcast_object(value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        with self._together("every rank's word"):
+            return self._collectives.gather_objects(value)
 
     def barrier(self) -> None:
-        self.reduce([np.zeros(1, np.int32)])
+        with self._together("all ranks to come this far"):
+            self._collectives.sum_arrays([np.zeros(1, np.int32)])
 
     def sync_model(self) -> None:
         """Average what is not trained, such as BatchNormalization's moving statistics."""
@@ -165,7 +196,7 @@ class AllreduceBackend(LocalBackend):
             return
         variables = self._shared_variables()
         sums = [zlib.crc32(np.ascontiguousarray(np.asarray(v)).tobytes()) for v in variables]
-        by_rank = self._collectives.gather_objects(sums)
+        by_rank = self._gather(sums)
         for index, variable in enumerate(variables):
             values = [rank_sums[index] for rank_sums in by_rank]
             if len(set(values)) > 1:
@@ -180,7 +211,7 @@ class AllreduceBackend(LocalBackend):
     def _compare(self, identity: dict[str, Any]) -> None:
         """Stop before the first step if the ranks were not started alike."""
         flat = _flattened(identity)
-        for rank, other in enumerate(self._collectives.gather_objects(flat)):
+        for rank, other in enumerate(self._gather(flat)):
             for key in [*flat, *(k for k in other if k not in flat)]:
                 mine, theirs = flat.get(key, "nothing"), other.get(key, "nothing")
                 if mine != theirs:
@@ -192,7 +223,9 @@ class AllreduceBackend(LocalBackend):
                     )
 
     def close(self) -> None:
-        self._collectives.close()
+        with self._together("all ranks to finish"):
+            self._collectives.close()
+        self._watchdog.stop()
 
 
 def _is_small(gradient: tf.Tensor) -> bool:
@@ -210,8 +243,8 @@ def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _explained(err: Exception) -> Exception:
-    """A lost peer, where that is what the library says; else the error as it is."""
+def _peer_lost(err: Exception) -> PeerLostError | None:
+    """The error in our words, where the library says that another rank is gone."""
     signs = (
         "Horovod has been shut down",
         "HorovodInternalError",
@@ -221,7 +254,7 @@ def _explained(err: Exception) -> Exception:
     )
     said = [line for line in str(err).splitlines() if any(sign in line for sign in signs)]
     if not said:
-        return err
+        return None
     return PeerLostError(
         "lost contact with another rank",
         rule="all ranks take part in every step",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvps.backends.watchdog import Watchdog
 from hvps.cluster import Cluster
 from hvps.errors import ConfigError
 
@@ -88,7 +89,7 @@ class SingleProcess:
         pass
 
 
-def make_collectives(config: Config, cluster: Cluster) -> Collectives:
+def make_collectives(config: Config, cluster: Cluster, watchdog: Watchdog) -> Collectives:
     """Load and start the collective library.
 
     Raises:
@@ -99,14 +100,15 @@ def make_collectives(config: Config, cluster: Cluster) -> Collectives:
     if engine == "auto" and cluster.size == 1:
         return SingleProcess()
     collectives: Collectives
-    if engine == "horovod" or (engine == "auto" and importlib.util.find_spec("horovod")):
-        from hvps.backends.horovod import HorovodCollectives
+    with watchdog.waiting("all ranks to start"):
+        if engine == "horovod" or (engine == "auto" and importlib.util.find_spec("horovod")):
+            from hvps.backends.horovod import HorovodCollectives
 
-        collectives = HorovodCollectives(cluster, stall_timeout=timeout)
-    else:
-        from hvps.backends.mpi import MpiCollectives
+            collectives = HorovodCollectives(cluster, stall_timeout=timeout)
+        else:
+            from hvps.backends.mpi import MpiCollectives
 
-        collectives = MpiCollectives(cluster, stall_timeout=timeout)
+            collectives = MpiCollectives(cluster)
     if collectives.size != cluster.size:
         raise ConfigError(
             f"backend.engine: {collectives.engine} sees another job than the launcher started",

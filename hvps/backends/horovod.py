@@ -22,7 +22,8 @@ class HorovodCollectives:
     """See `hvps.backends.collectives.Collectives`.
 
     Args:
-        stall_timeout: seconds that a rank may wait for a missing one before Horovod ends the job.
+        stall_timeout: seconds after which Horovod names the ranks that some tensor waits for, and
+            ends the job.
     """
 
     engine = "horovod"

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvps.backends import StepOutput
 from hvps.cluster import Cluster
 from hvps.data import Batch
 from hvps.step import AnyBatch, Gradient, loss_and_gradients
@@ -109,6 +110,9 @@ class LocalBackend:
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Sum over the ranks; traced into the step."""
         return gradients, scalars
+
+    def read(self, output: tf.Tensor) -> StepOutput:
+        return StepOutput(*np.asarray(output).tolist())
 
     def any(self, flag: bool) -> bool:
         return bool(self.reduce([np.asarray(float(flag))])[0] > 0)

@@ -28,11 +28,13 @@ def main(cases: dict[str, list[str]], common: list[str]) -> None:
     devices = configure_tensorflow(first.config, cluster)
 
     from hvps.backends import allreduce, collectives
+    from hvps.backends.watchdog import Watchdog
     from hvps.session import Session
     from hvps.signals import StopSignals
     from hvps.task import load_task
 
-    shared = collectives.make_collectives(first.config, cluster)
+    watchdog = Watchdog(first.config.backend.stall_timeout, cluster.rank)
+    shared = collectives.make_collectives(first.config, cluster, watchdog)
     if os.environ.get("HVPS_TEST_BREAK") == "reduction":
         # What Keras 3 does to Horovod's optimizer wrapper: gradients pass by unreduced.
         allreduce.AllreduceBackend._reduce = lambda self, gradients, scalars: (gradients, scalars)
@@ -41,7 +43,10 @@ def main(cases: dict[str, list[str]], common: list[str]) -> None:
         preflight(loaded, cluster)
         reset_keras(loaded.config)
         backend = allreduce.AllreduceBackend(
-            cluster, accumulate=loaded.config.train.accumulate, collectives=shared
+            cluster,
+            accumulate=loaded.config.train.accumulate,
+            collectives=shared,
+            watchdog=watchdog,
         )
         session = Session.open(loaded, cluster, backend)
         with StopSignals() as signals:

@@ -68,6 +68,19 @@ def test_an_exception_in_one_rank_ends_the_job(jobs: Jobs, engine: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("engine", ["horovod", "mpi"])
+def test_a_rank_that_stands_still_ends_the_job(jobs: Jobs, engine: str) -> None:
+    job = jobs(ranks(2, [*ENDLESS, f"backend.engine={engine}", "backend.stall_timeout=6"]))
+    wait_until_training(job)
+    pid = job.rank_pid(1)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert job.wait(60) != 0
+    wait_until_gone(job)
+    assert re.search(r"rank 0 waited [0-9.]+ s for a step of all ranks", job.output), job.output
+
+
+@pytest.mark.timeout(180)
 def test_ranks_that_were_started_differently_are_told_so(jobs: Jobs) -> None:
     first = ranks(1, [*ENDLESS, "train.global_batch=64"])
     second = ["-np", "1", "python", "-m", "hvps.train", *ENDLESS, "train.global_batch=32"]

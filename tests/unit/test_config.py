@@ -286,3 +286,15 @@ def test_program(arguments: list[str], code: int, says: str) -> None:
     )
     assert done.returncode == code, done
     assert says in (done.stderr if code else done.stdout)
+
+
+def test_the_configs_that_come_with_hvps_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config("configs/allreduce.yaml", [])
+    assert loaded.config.train.epochs == 40
+    assert loaded.origin("train.epochs").endswith("configs/allreduce.yaml:15")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "allreduce.yaml").write_text("train: {epochs: 3}")
+    assert load_config("configs/allreduce.yaml", []).config.train.epochs == 3
