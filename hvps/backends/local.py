@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvps.backends import StepOutput
 from hvps.cluster import Cluster
 from hvps.data import Batch
+from hvps.fused_update import fuse_update
 from hvps.step import AnyBatch, Gradient, loss_and_gradients
 
 
@@ -40,6 +41,7 @@ class LocalBackend:
         identity: dict[str, Any],
     ) -> None:
         self._model, self._optimizer, self._loss = model, optimizer, loss
+        fuse_update(optimizer)
         self._buffers: list[tf.Variable] = []
         if self._accumulate > 1:
             self._buffers = [
