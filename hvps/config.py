@@ -135,7 +135,9 @@ class TrainConfig(Section):
     check_every: int = Field(
         default=500, ge=0, description="steps between comparing weights over ranks; 0: never"
     )
-    shuffle: bool = Field(default=True, description="new order of the samples in each epoch")
+    shuffle: bool = Field(
+        default=True, description="new order in each epoch; a tf.data.Dataset keeps its own"
+    )
     prefetch: int = Field(default=2, ge=1, description="batches prepared ahead")
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import yaml
 
 from hvps.backends import Backend
+from hvps.cli import render_config
 from hvps.cluster import Cluster
 from hvps.config import Config
 from hvps.data import Feed, make_feed
@@ -56,7 +56,7 @@ class Session:
         folder = None
         if cluster.is_root:
             folder = create_run_directory(config.run.dir, config.run.name, loaded.name)
-            folder.write_text("config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+            folder.write_text("config.yaml", render_config(config.model_dump(), loaded.origins))
             folder.write_json("run.json", launch_record(cluster, backend))
         folder = backend.broadcast(folder)
         log_to_file(folder.log(cluster.rank))

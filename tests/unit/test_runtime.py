@@ -195,7 +195,7 @@ class Shouting:
             os.write(2, b"c++: your driver is old\\n")
 
 sys.meta_path.insert(0, Shouting())
-config = load_config(None, ["run.seed=5"]).config
+config = load_config(None, ["run.seed=5", "train.precision=mixed_bfloat16"]).config
 cluster = detect_cluster({})
 runtime.prepare_environment(cluster)
 assert "tensorflow" not in sys.modules and "keras" not in sys.modules
@@ -213,6 +213,7 @@ print(json.dumps({
     "backend": keras.backend.backend(),
     "floatx": keras.config.floatx(),
     "format": keras.config.image_data_format(),
+    "policy": keras.config.dtype_policy().name,
     "threads": tf.config.threading.get_intra_op_parallelism_threads(),
     "other_threads": tf.config.threading.get_inter_op_parallelism_threads(),
     "expected_threads": runtime.threads_per_rank(cluster),
@@ -236,6 +237,7 @@ def test_keras_is_what_hvps_needs_whatever_the_user_has_set(tmp_path: Path) -> N
     assert found["backend"] == "tensorflow"
     assert found["floatx"] == "float32"
     assert found["format"] == "channels_last"
+    assert found["policy"] == "mixed_bfloat16"
     assert found["threads"] == found["expected_threads"]
     assert found["other_threads"] == max(2, found["threads"])
     if not found["gpus"]:
