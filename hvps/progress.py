@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -40,20 +41,20 @@ class Silent:
 
 
 class Lines:
-    """Plain lines: every evaluation, and training about once a second."""
+    """Plain lines, of each kind about one a second; everything is in the run's files."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
-        self._last = 0.0
+        self._last: dict[str, float] = {}
 
     def step(self, step: int) -> None:
         pass
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        shown = kind != "train" or now - self._last >= _SECONDS_BETWEEN_LINES
-        if shown and kind == "train":
-            self._last = now
+        shown = now - self._last.get(kind, -math.inf) >= _SECONDS_BETWEEN_LINES
+        if shown:
+            self._last[kind] = now
         logger.log(logging.INFO if shown else logging.DEBUG, _line(kind, step, self._total, values))
 
     def close(self) -> None:

@@ -53,7 +53,10 @@ def loss_and_gradients(
     def complete(gradient: Gradient | None, variable: tf.Variable) -> Gradient:
         if gradient is None:
             return tf.zeros_like(variable)
-        return merge_rows(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return merge_rows(gradient)
+        gradient.set_shape(variable.shape)
+        return gradient
 
     return [complete(g, v) for g, v in zip(gradients, variables, strict=True)], loss_sum
 

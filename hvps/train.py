@@ -1,6 +1,6 @@
 """python -m hvps.train [CONFIG] [key=value ...]: the same program in every process of a job.
 
-parse → cluster → task → backend → trainer → run directory → exit code
+cluster → configuration → backend → run directory → task → trainer → exit code
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class Regression:
 
     Args:
         examples: number of training examples.
-        by_rank: give each rank data of its own, so that only a reduction keeps the ranks together.
+        by_rank: give each rank data and initial weights of its own, so that only broadcast and
+            reduction keep the ranks together.
         spike: index of an example whose gradient is infinite, -1 for none.
         fail_at: index of an example whose fetching raises, on rank 1; -1 for none.
     """
@@ -30,6 +31,8 @@ class Regression:
         self.examples, self.by_rank, self.spike, self.fail_at = examples, by_rank, spike, fail_at
 
     def build_model(self) -> keras.Model:
+        if self.by_rank:  # and other initial weights, which only a broadcast makes equal
+            keras.utils.set_random_seed(this_rank())
         inputs = keras.Input((6,))
         x = keras.layers.Dense(16, activation="tanh")(inputs)
         x = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(x)

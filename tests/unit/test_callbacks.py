@@ -70,14 +70,41 @@ def test_min_delta_is_the_smallest_change_that_counts() -> None:
 
 @pytest.mark.parametrize(
     "monitor",
-    ["accuracy", "val_acc", "AUC", "top_k", "Precision", "recall", "f1", "mean_iou", "r2_score"],
+    [
+        "accuracy",
+        "val_acc",
+        "AUC",
+        "auc",
+        "top_k",
+        "Precision",
+        "recall",
+        "f1",
+        "mean_iou",
+        "r2_score",
+        "val_top_k_accuracy",
+    ],
 )
 def test_auto_knows_what_should_grow(monitor: str) -> None:
     assert stops_at([0.1, 0.2, 0.3], monitor=monitor) is None
     assert stops_at([0.3, 0.2], monitor=monitor) == 1
 
 
-@pytest.mark.parametrize("monitor", ["loss", "mae", "mean_squared_error", "perplexity"])
+# Parts of words say nothing: "iou" in "previous", "acc" in "vacc". An error of what should grow is
+# an error.
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        "loss",
+        "mae",
+        "mean_squared_error",
+        "perplexity",
+        "previous_error",
+        "vaccine_mae",
+        "precision_loss",
+        "accuracy_error",
+        "binary_crossentropy",
+    ],
+)
 def test_auto_takes_everything_else_for_an_error(monitor: str) -> None:
     assert stops_at([0.3, 0.2, 0.1], monitor=monitor) is None
     assert stops_at([0.2, 0.3], monitor=monitor) == 1
@@ -96,6 +123,31 @@ def test_an_unknown_metric_names_the_known_ones() -> None:
     assert caught.value.rule == "one of loss, accuracy"
     assert caught.value.received == "'acuracy'"
     assert caught.value.do
+
+
+def vector_stopping(monitor: str) -> EarlyStopping:
+    """Of an evaluation whose metric f1 gives a vector."""
+    return EarlyStopping(EarlyStopConfig(monitor=monitor, patience=1), ["loss", "f1"])
+
+
+def test_an_entry_of_a_vector_can_be_monitored() -> None:
+    stopping = vector_stopping("f1/0")
+    seen = [stopping({"loss": 1.0, "f1/0": value, "f1/1": 0.0}) for value in (0.1, 0.2, 0.15)]
+    assert seen == [False, False, True]
+
+
+@pytest.mark.parametrize("monitor", ["f1/2", "f1", "f1/macro"])
+def test_an_entry_that_is_not_there_is_known_at_the_evaluation(monitor: str) -> None:
+    stopping = vector_stopping(monitor)
+    with pytest.raises(ConfigError, match=r"train.early_stop.monitor: no such metric") as caught:
+        stopping({"loss": 1.0, "f1/0": 0.5, "f1/1": 0.5})
+    assert caught.value.rule == "one of loss, f1/0, f1/1"
+    assert caught.value.received == repr(monitor)
+
+
+def test_an_entry_of_no_metric_is_known_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"train.early_stop.monitor"):
+        vector_stopping("f2/0")
 
 
 def test_without_evaluation_there_is_nothing_to_monitor() -> None:

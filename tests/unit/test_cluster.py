@@ -49,6 +49,48 @@ def test_launchers(env: dict[str, str], expected: Cluster) -> None:
     assert detect_cluster(env) == expected
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "tasks", "node", "local_rank", "local_size"),
+    [
+        (1, 6, "2,4", 0, 1, 2),
+        (2, 6, "2,4", 1, 0, 4),
+        (5, 6, "2,4", 1, 3, 4),
+        (0, 11, "4(x2),3", 0, 0, 4),
+        (7, 11, "4(x2),3", 1, 3, 4),
+        (10, 11, "4(x2),3", 2, 2, 3),
+        (24, 25, "1,12(x2)", 2, 11, 12),
+        (3, 4, "4", 0, 3, 4),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["PMI_*", "SLURM_*"])
+def test_slurm_hosts_of_different_size(
+    launcher: str, rank: int, size: int, tasks: str, node: int, local_rank: int, local_size: int
+) -> None:
+    """`srun --mpi=pmi2` sets PMI's rank and size, but no rank on the host."""
+    env = {
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+    }
+    names = ("PMI_RANK", "PMI_SIZE")
+    if launcher == "SLURM_*":
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    env.update(zip(names, (str(rank), str(size)), strict=True))
+    assert detect_cluster(env) == Cluster(rank, size, local_rank, local_size, launcher)
+
+
+def test_pmis_own_local_rank_is_taken_before_slurms() -> None:
+    slurm = {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
+    assert detect_cluster({**slurm, **PMI}) == Cluster(3, 4, 1, 2, "PMI_*")
+
+
+@pytest.mark.parametrize("tasks", ["", "four", "4(xtwo)", "2,", "(x2)"])
+def test_a_list_of_tasks_that_cannot_be_read(tasks: str) -> None:
+    with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE: not a number") as caught:
+        detect_cluster({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert caught.value.received == repr(tasks)
+
+
 def test_horovod_comes_first_then_mpi_then_pmi_then_slurm() -> None:
     """mpirun inside of a SLURM job step: the inner launcher knows the ranks."""
     everything = {**SLURM_STEP, **PMI, **OPEN_MPI, **HOROVOD}

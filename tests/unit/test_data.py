@@ -10,15 +10,18 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvps import data
 from hvps.data import Batch, DatasetFeed, Feed, MicroBatch, make_feed, prefetched
 from hvps.errors import ConfigError
 from hvps.sampling import permuted
+from hvps.sources import Source
 
 KINDS = ("arrays", "indexable", "dataset", "stream")
 
@@ -358,6 +361,142 @@ def test_a_dataset_known_to_be_empty_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eval_data\(\) gave an empty dataset") as caught:
         make_feed(data_of("dataset", 3).take(0), what="eval_data", global_batch=2, ranks=1, rank=0)
     assert caught.value.rule
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dataset_that_turns_out_to_be_empty_ends(ranks: int, accumulate: int) -> None:
+    """There is no row to fill a batch with."""
+    empty = data_of("dataset", 3).filter(lambda _x, _y: False)
+    group = feeds(empty, ranks, 4, accumulate=accumulate)
+    assert group[0].steps_per_epoch is None
+    assert lockstep(group) == []
+    assert [list(feed.eval_batches()) for feed in group] == [[]] * ranks
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+def test_datasets_of_double_precision_are_converted(kind: str) -> None:
+    """Fillers too: both kinds of batches go through one trace."""
+    numbers = np.arange(5)
+    x = {"a": numbers.astype(np.float64), "b": numbers.astype(np.int64)}
+    dataset = tf.data.Dataset.from_tensor_slices((x, (numbers / 2, numbers.astype(np.float16))))
+    if kind == "stream":
+        dataset = dataset.filter(lambda _x, _y: True)
+    group = feeds(dataset, 2, 4)
+    micros = [m for batches in lockstep(group) for batch in batches for m in batch.micros]
+    assert len(micros) == 4
+    assert sorted(float(tf.reduce_sum(m.weight)) for m in micros) == [0, 1, 2, 2]
+    for micro in (*micros, *group[0].eval_batches()):
+        dtypes = (micro.x["a"].dtype, micro.x["b"].dtype, micro.y[0].dtype, micro.y[1].dtype)
+        assert dtypes == (tf.float32, tf.int64, tf.float32, tf.float16)
+        np.testing.assert_array_equal(micro.x["a"] / 2, micro.y[0])
+
+
+def as_lists(x: np.ndarray, y: np.ndarray) -> list[tuple[Any, Any]]:
+    return [(x.tolist(), y.tolist()), (x, y.tolist()), (x.tolist(), y)]
+
+
+def test_lists_of_numbers_are_arrays() -> None:
+    x, y = data_of("arrays", 10)
+    (reference,) = feeds((x, y), 1, 4)
+    expected = [contents(batch) for batch in reference.epoch(0)]
+    for data in as_lists(x, y):
+        (feed,) = feeds(data, 1, 4)
+        assert feed.samples == 10
+        assert [contents(batch) for batch in feed.epoch(0)] == expected
+    (feed,) = feeds((x, [0, 1] * 5), 1, 4)
+    assert next(feed.epoch(0)).micros[0].y.dtype == tf.int64
+
+
+def test_lists_that_differ_in_length_are_explained() -> None:
+    x, y = data_of("arrays", 3)
+    for data in as_lists(x, np.append(y, 0)):
+        with pytest.raises(ConfigError, match=r"arrays that do not fit together") as caught:
+            feeds(data, 1, 2)
+        assert caught.value.received == "lengths [3, 4]"
+
+
+# --- small arrays in blocks, others in a thread ---
+
+
+def contents(batch: Batch) -> tuple[int, list[tuple[Any, ...]]]:
+    return batch.examples, [
+        (m.x.numpy().tolist(), m.y.numpy().tolist(), m.weight.numpy().tolist(), m.x.dtype)
+        for m in batch.micros
+    ]
+
+
+EXAMPLE_BYTES = 3 * 4  # in data_of("arrays", ...)
+LONG = 401  # in batches of 6: 67 steps, the last one of 5 examples
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulate"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2)]
+)
+@pytest.mark.parametrize("first_step", [0, 1, 3, 62, 63, 64, 66, 67])
+def test_batches_do_not_depend_on_how_they_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, accumulate: int, first_step: int
+) -> None:
+    def epoch(kind: str, inline_bytes: int) -> list[Any]:
+        monkeypatch.setattr(data, "_INLINE_BYTES", inline_bytes)
+        group = feeds(data_of(kind, LONG), ranks, 6, accumulate=accumulate, seed=4)
+        steps = lockstep(group, 2, first_step)
+        seen = [i for batches in steps for i in step_examples(batches)]
+        assert len(seen) == len(set(seen)) == max(0, LONG - 6 * first_step)
+        return [[contents(batch) for batch in batches] for batches in steps]
+
+    expected = epoch("indexable", 1 << 20)
+    assert len(expected) == 67 - first_step
+    step_bytes = EXAMPLE_BYTES * max(1, 6 // (ranks * accumulate)) * accumulate
+    # In one block of 64 steps, step by step, in blocks that do not divide 64, in a thread.
+    for inline_bytes in (1 << 20, step_bytes, 5 * step_bytes + 1, step_bytes - 1):
+        assert epoch("arrays", inline_bytes) == expected
+
+
+def test_blocks_keep_the_structure_of_nests() -> None:
+    numbers = np.arange(150)
+    x = {"a": numbers.astype(np.float32), "b": (numbers[:, None], numbers.astype(np.uint8))}
+    y = {"t": np.stack([numbers, -numbers], 1)}
+    (feed,) = feeds((x, y), 1, 2, accumulate=2)
+    order = permuted(numbers, 150, 0, 0)
+    micros = [micro for batch in feed.epoch(0) for micro in batch.micros]
+    assert len(micros) == 150
+    for micro, i in zip(micros, order.tolist(), strict=True):
+        assert micro.x["a"].numpy().tolist() == [i]
+        assert micro.x["b"][0].numpy().tolist() == [[i]]
+        assert micro.x["b"][1].dtype == tf.uint8
+        assert micro.y["t"].numpy().tolist() == [[i, -i]]
+
+
+def test_only_small_arrays_are_fetched_in_blocks_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[tuple[str, int]] = []
+    make = data.indexed_source
+
+    def counting(given: Any, what: str) -> Source:
+        source = make(given, what)
+
+        def fetch(indices: np.ndarray) -> Any:
+            fetched.append((threading.current_thread().name, len(indices)))
+            return source.fetch(indices)
+
+        return replace(source, fetch=fetch)
+
+    monkeypatch.setattr(data, "indexed_source", counting)
+    here = threading.current_thread().name
+    batches_of_6 = [6] * 66 + [5]
+    for kind, inline_bytes, expected in (
+        ("arrays", 1 << 20, [(here, 64 * 6), (here, 2 * 6 + 5)]),
+        ("arrays", 6 * EXAMPLE_BYTES, [(here, n) for n in batches_of_6]),
+        ("arrays", 6 * EXAMPLE_BYTES - 1, [("hvps-prefetch", n) for n in batches_of_6]),
+        ("indexable", 1 << 20, [("hvps-prefetch", n) for n in batches_of_6]),
+    ):
+        monkeypatch.setattr(data, "_INLINE_BYTES", inline_bytes)
+        fetched.clear()
+        (feed,) = feeds(data_of(kind, LONG), 1, 6)
+        assert len(list(feed.epoch(0))) == 67
+        assert fetched == expected
 
 
 # --- prefetching ---

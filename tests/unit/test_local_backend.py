@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvps.backends import StepOutput, make_backend
-from hvps.backends.local import LocalBackend
+from hvps.backends.local import LocalBackend, by_path
 from hvps.cluster import Cluster
 from hvps.data import Batch, make_feed
 from hvps.overrides import load_config
@@ -364,6 +364,68 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         backend.load_state({**state, "model/dense/kernel": state["model/dense/kernel"].T})
     with pytest.raises(ValueError, match="names differ"):
         backend.load_state(started(network(), keras.optimizers.SGD(0.01)).state())
+
+
+def namesakes(seed: int) -> keras.Model:
+    """Layers inside of a nested model may have the names of those outside."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    inner_inputs = keras.Input((4,))
+    inner = keras.Model(inner_inputs, keras.layers.Dense(4, name="dense")(inner_inputs))
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1, name="dense")(inner(inputs)))
+
+
+def test_namesakes_are_all_in_the_state() -> None:
+    model, optimizer = namesakes(0), keras.optimizers.SGD(0.05, momentum=0.9)
+    backend = started(model, optimizer)
+    source = list(batches(shuffle=True))
+    train(backend, iter(source[:5]), 0.05)
+    state = backend.state()
+    assert len(state) == len(model.variables) + len(optimizer.variables)
+    assert {name: array.shape for name, array in state.items() if name.startswith("model/")} == {
+        "model/dense/kernel": (4, 4),
+        "model/dense/bias": (4,),
+        "model/dense/kernel#2": (4, 1),
+        "model/dense/bias#2": (1,),
+    }
+    kept = {name: array.copy() for name, array in state.items()}
+    train(backend, iter(source[5:]), 0.05)
+    resumed = started(namesakes(99), keras.optimizers.SGD(0.05, momentum=0.9))
+    resumed.load_state(kept)
+    for name, array in resumed.state().items():
+        np.testing.assert_array_equal(array, kept[name], err_msg=name)
+    train(resumed, iter(source[5:]), 0.05)
+    assert largest_difference(resumed._model.get_weights(), model.get_weights()) == 0
+
+
+def test_variables_of_one_path_are_numbered() -> None:
+    variables = [keras.Variable(np.zeros(1), name="v") for _ in range(3)]
+    other = keras.Variable(np.zeros(1), name="w")
+    found = by_path([variables[0], other, *variables[1:]], "model/")
+    assert list(found) == ["model/v", "model/w", "model/v#2", "model/v#3"]
+    for mine, variable in zip(found.values(), [variables[0], other, *variables[1:]], strict=True):
+        assert mine is variable
+    assert list(by_path([other])) == ["w"]
+
+
+@pytest.mark.parametrize("wrong", ["the last", "a surplus", "one less"])
+def test_a_refused_state_changes_nothing(wrong: str) -> None:
+    backend = started(network(dropout=0.5), keras.optimizers.Adam(0.01))
+    train(backend, batches(epochs=1), 0.01)
+    before = {name: array.copy() for name, array in backend.state().items()}
+    state = {name: array + np.ones((), array.dtype) for name, array in before.items()}
+    last = list(backend.variables())[-1]
+    if wrong == "the last":
+        state[last] = np.zeros((*state[last].shape, 2), np.float32)
+    elif wrong == "a surplus":
+        state["model/surplus"] = np.zeros(1)
+    else:
+        del state[last]
+    with pytest.raises(ValueError, match=last if wrong != "a surplus" else "surplus"):
+        backend.load_state(state)
+    for name, array in backend.state().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 # --- random numbers ---

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hvps import metrics
 from hvps.metrics import Csv, JsonLines, TensorBoard, Writers, open_writers
 
 TRAIN = {"loss": 0.5, "learning_rate": 0.001}
@@ -20,15 +24,16 @@ def write_both(writer: Writers | JsonLines | Csv | TensorBoard) -> None:
     writer.write("eval", 20, 1, EVAL)
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(1000.5)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: next(clock)))
     path = tmp_path / "metrics.jsonl"
     writer = JsonLines(path)
     write_both(writer)
     # Read before it is closed: a run that is killed keeps what it wrote.
     records = [json.loads(line) for line in path.read_text().splitlines()]
     writer.close()
-    times = [record.pop("time") for record in records]
-    assert times == sorted(times)
+    assert [record.pop("time") for record in records] == [1000.5, 1001.5, 1002.5]
     assert records == [
         {"kind": "train", "step": 10, "epoch": 0, "loss": 0.5, "learning_rate": 0.001},
         {"kind": "train", "step": 20, "epoch": 1, "loss": 0.4, "learning_rate": 0.001},
@@ -45,6 +50,27 @@ def test_json_lines_are_added_to(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_numbers_that_json_does_not_have_are_written_by_name(tmp_path: Path) -> None:
+    """A bare NaN is no JSON: other programs than Python would refuse the whole file."""
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path)
+    values = {"loss": math.nan, "auc": math.inf, "score": -math.inf, "accuracy": 0.5}
+    writer.write("eval", 1, 0, values)
+    writer.close()
+    record = json.loads(path.read_text(), parse_constant=refused)
+    assert {name: record[name] for name in values} == {
+        "loss": "nan",
+        "auc": "inf",
+        "score": "-inf",
+        "accuracy": 0.5,
+    }
+    assert [float(record[name]) for name in ("auc", "score")] == [math.inf, -math.inf]
+
+
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     writer = Csv(path, ["loss", "learning_rate", "accuracy"])
@@ -57,6 +83,26 @@ def test_csv(tmp_path: Path) -> None:
         ["train", "10", "0", "0.5", "0.001", ""],
         ["train", "20", "1", "0.4", "0.001", ""],
         ["eval", "20", "1", "0.25", "", "0.75"],
+    ]
+
+
+def test_csv_takes_columns_that_come_up_later(tmp_path: Path) -> None:
+    """That a metric's result is a vector is known after the first evaluation."""
+    path = tmp_path / "metrics.csv"
+    writer = Csv(path, ["loss", "f1"])
+    writer.write("train", 10, 0, {"loss": 0.5})
+    writer.write("eval", 10, 0, {"loss": 0.25, "f1/0": 0.5, "f1/1": 0.75})
+    writer.write("train", 20, 1, {"loss": 0.4})
+    writer.write("eval", 20, 1, {"loss": 0.2, "f1/1": 0.875, "f1/0": 0.625, "a, b": 1.0})
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file))
+    writer.close()
+    assert rows == [
+        ["kind", "step", "epoch", "loss", "f1", "f1/0", "f1/1", "a, b"],
+        ["train", "10", "0", "0.5", "", "", "", ""],
+        ["eval", "10", "0", "0.25", "", "0.5", "0.75", ""],
+        ["train", "20", "1", "0.4", "", "", "", ""],
+        ["eval", "20", "1", "0.2", "", "0.625", "0.875", "1.0"],
     ]
 
 

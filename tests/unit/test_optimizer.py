@@ -168,3 +168,16 @@ def test_a_clipping_task_and_clip_norm() -> None:
     assert made(task=building(build))[0].clipnorm == 1.0
     with pytest.raises(ConfigError, match=r"train.clip_norm"):
         made("train.clip_norm=1.0", task=building(build))
+
+
+@pytest.mark.parametrize(
+    ("given", "received"), [(None, "NoneType"), ("adam", "str"), (keras.optimizers.Adam, "type")]
+)
+def test_something_else_than_an_optimizer_is_refused(given: Any, received: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^task: build_optimizer\(\) did not return an optimizer"
+    ) as caught:
+        made(task=building(lambda: given))
+    assert caught.value.received == received
+    assert caught.value.rule
+    assert caught.value.do

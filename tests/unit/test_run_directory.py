@@ -81,6 +81,28 @@ def test_a_parent_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     assert caught.value.do
 
 
+@pytest.mark.parametrize("name", ["mine", None])
+def test_a_parent_that_is_a_file_is_told_from_a_taken_name(
+    tmp_path: Path, name: str | None
+) -> None:
+    (tmp_path / "runs").write_text("precious")
+    with pytest.raises(ConfigError, match=r"^run\.dir: cannot be written") as caught:
+        create_run_directory(str(tmp_path / "runs"), name, "x")
+    assert str(tmp_path / "runs") in str(caught.value.received)
+    assert caught.value.do == "choose another run.dir"
+    assert (tmp_path / "runs").read_text() == "precious"
+
+
+def test_latest_that_is_a_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "note").write_text("precious")
+    with pytest.raises(ConfigError, match=r"^run\.dir: cannot be written") as caught:
+        create_run_directory(str(tmp_path), "mine", "x")
+    assert str(tmp_path) in str(caught.value.received)
+    assert (tmp_path / "latest" / "note").read_text() == "precious"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
 def test_latest_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
     for name in ("first", "second"):
         create_run_directory(str(tmp_path), name, "x")

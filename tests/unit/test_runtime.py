@@ -6,11 +6,13 @@ one. What needs a process that has not imported Keras yet is tried in one.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ import pytest
 from hvps import runtime
 from hvps.cluster import Cluster
 from hvps.errors import ConfigError
+from hvps.overrides import load_config
 from hvps.runtime import pin_gpu, prepare_environment, threads_per_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +212,10 @@ runtime.prepare_environment(cluster)  # Keras is there by now, with the right ba
 runtime.reset_keras(config)
 second = [random.random(), numpy.random.rand(), float(tf.random.uniform([])),
           float(keras.random.uniform([]))]
+layer = keras.layers.Dense(1)
+layer.build((None, 2))
 print(json.dumps({
+    "layer_precision": [layer.dtype_policy.name, layer.compute_dtype, layer.kernel.dtype],
     "backend": keras.backend.backend(),
     "floatx": keras.config.floatx(),
     "format": keras.config.image_data_format(),
@@ -220,7 +226,7 @@ print(json.dumps({
     "devices": devices,
     "gpus": len(tf.config.list_physical_devices("GPU")),
     "repeats": first == second,
-    "layer": [keras.layers.Dense(1).name, keras.layers.Dense(1).name],
+    "layer": [layer.name, keras.layers.Dense(1).name],
     "sklearn_hidden": sys.modules.get("sklearn", "absent") is None,
     "sklearn_loaded": "sklearn" in sys.modules,
 }))
@@ -238,6 +244,7 @@ def test_keras_is_what_hvps_needs_whatever_the_user_has_set(tmp_path: Path) -> N
     assert found["floatx"] == "float32"
     assert found["format"] == "channels_last"
     assert found["policy"] == "mixed_bfloat16"
+    assert found["layer_precision"] == ["mixed_bfloat16", "bfloat16", "float32"]
     assert found["threads"] == found["expected_threads"]
     assert found["other_threads"] == max(2, found["threads"])
     if not found["gpus"]:
@@ -249,6 +256,34 @@ def test_keras_is_what_hvps_needs_whatever_the_user_has_set(tmp_path: Path) -> N
     assert not found["sklearn_loaded"]
     # What TensorFlow says about itself is kept from the user, what others say is not.
     assert done.stderr.splitlines() == ["python: a deprecation", "c++: your driver is old", "after"]
+
+
+@pytest.fixture
+def keras_as_before() -> Iterator[None]:
+    import keras
+
+    policy = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(policy)
+
+
+@pytest.mark.usefixtures("keras_as_before")
+@pytest.mark.parametrize(
+    ("precision", "computed_in"),
+    [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16"), ("float32", "float32")],
+)
+def test_the_precision_reaches_the_layers(precision: str, computed_in: str) -> None:
+    """Clearing Keras's session also takes its dtype policy back."""
+    import keras
+
+    keras.config.set_dtype_policy("mixed_float16")  # what an earlier run of the process had
+    runtime.reset_keras(load_config(None, [f"train.precision={precision}"]).config)
+    assert keras.config.dtype_policy().name == precision
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+    assert layer.dtype_policy.name == precision
+    assert layer.compute_dtype == computed_in
+    assert layer.kernel.dtype == "float32"
 
 
 NOISE = b"""\
@@ -281,6 +316,7 @@ def test_a_failing_import_is_not_silenced(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_no_file_descriptor_is_left_open() -> None:
+    gc.collect()  # what other tests left to be closed must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with runtime._without_import_noise():

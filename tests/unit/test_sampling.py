@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+from hvps import sampling
 from hvps.sampling import Plan, Share, permuted
 
 SIZES = [
@@ -111,6 +112,33 @@ def test_neighbours_are_torn_apart() -> None:
     assert np.sum(steps == 1) < 15
     both = np.corrcoef(order(n, 0, 0), order(n, 0, 1))[0, 1]
     assert abs(both) < 5 / math.sqrt(n)
+
+
+NEIGHBOURS = [
+    *(((seed, 0), (seed + step, 0)) for seed in (0, 1, 7, 2**31 - 3) for step in (1, 2)),
+    *(((0, epoch), (0, epoch + step)) for epoch in (0, 1, 100) for step in (1, 2)),
+    ((0, 1), (1, 0)),
+    ((5, 3), (6, 2)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), NEIGHBOURS, ids=str)
+def test_neighbours_are_no_shifted_copies(first: tuple[int, int], second: tuple[int, int]) -> None:
+    """With round keys that only move on by one round from seed to seed, samples that come from the
+    same column of one order lie in the same row of the next."""
+    n, half = 1024, 32
+    a, b = order(n, *first), order(n, *second)
+    for x, y in ((a, b), (b, a)):
+        equal = [
+            np.array_equal(np.sort(x[v::half] % half), np.sort(y[v * half :][:half] // half))
+            for v in range(half)
+        ]
+        assert not any(equal)
+
+
+def test_no_round_key_is_used_twice() -> None:
+    keys = [key for s in range(40) for e in range(40) for key in sampling._round_keys(s, e)]
+    assert len(set(keys)) == len(keys) == 40 * 40 * sampling._ROUNDS
 
 
 PLANS = [

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvps.backends.local import LocalBackend
+from hvps.cluster import Cluster
+from hvps.data import Batch, MicroBatch
 from hvps.errors import ConfigError
 from hvps.step import AnyBatch, forward, loss_and_gradients, merge_rows, per_example_loss
 
@@ -165,6 +168,48 @@ def test_a_variable_that_is_not_reached_has_a_zero_gradient() -> None:
     assert np.any(by_shape[(3, 1)])
     assert not np.any(by_shape[(3, 2)])
     assert not np.any(by_shape[(2,)])
+
+
+def test_a_penalty_per_example_is_added_up() -> None:
+    """As Keras's own step does with what `add_loss` was given."""
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.1 * tf.square(x[:, 0]))
+            return x
+
+    inputs = keras.Input((3,))
+    hidden = Penalty()(keras.layers.Dense(4, kernel_regularizer="l2")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    x, y = rows(10)
+    model(x)
+    assert sorted(penalty.shape.rank for penalty in model.losses) == [0, 1]
+    variables = [v.value for v in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        objective = tf.reduce_mean(squared(y, model(x, training=True)))
+        objective += sum(tf.reduce_sum(penalty) for penalty in model.losses)
+    found, loss_sum = gradients(model, x, y, examples=10)
+    assert_close(found, [g.numpy() for g in tape.gradient(objective, variables)])
+    assert loss_sum == pytest.approx(float(tf.reduce_sum(squared(y, model(x)))), rel=1e-6)
+
+
+def test_penalties_of_several_precisions_are_added_up() -> None:
+    """With mixed precision that of a kernel is float32, and that of an activation float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    x, y = rows(10)
+    model(x)
+    assert {penalty.dtype for penalty in model.losses} == {tf.float16, tf.float32}
+    variables = [v.value for v in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        objective = tf.reduce_mean(squared(y, tf.cast(model(x, training=True), tf.float32)))
+        objective += sum(tf.cast(penalty, tf.float32) for penalty in model.losses)
+    found, _ = gradients(model, x, y, examples=10)
+    assert {g.dtype for g in found} == {np.dtype(np.float32)}
+    for a, e in zip(found, tape.gradient(objective, variables), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-2, atol=1e-3)
 
 
 def test_what_is_frozen_has_no_gradient() -> None:
@@ -332,3 +377,31 @@ def test_a_traced_step_has_side_effects_once() -> None:
     for shape in ([4, 2], [1, 2], [4, 3]):
         step(tf.ones(shape))
     assert float(total) == 4 * 2 + 1 * 2 + 4 * 3
+
+
+def test_an_error_of_ours_leaves_a_trace_as_it_is() -> None:
+    """AutoGraph would make another exception of it, whose text is a traceback."""
+    step = AnyBatch(lambda y: per_example_loss(lambda y, p: tf.reduce_mean(p), None, y))
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            step(tf.ones([4]))
+        assert type(caught.value) is ConfigError
+        assert caught.value.what == "task: loss() returned a single number"
+        assert caught.value.received == "a scalar"
+        assert caught.value.do
+
+
+def test_the_step_of_a_backend_tells_of_a_scalar_loss() -> None:
+    model, optimizer = network(), keras.optimizers.SGD()
+    optimizer.build(model.trainable_variables)
+    backend = LocalBackend(Cluster(0, 1, 0, 1, "test"), accumulate=1)
+    backend.setup(
+        model=model,
+        optimizer=optimizer,
+        loss=lambda y, p: tf.reduce_mean(squared(y, p)),
+        identity={},
+    )
+    x, y = rows(4)
+    batch = Batch((MicroBatch(x, y, tf.ones(4)),), 4)
+    with pytest.raises(ConfigError, match=r"^task: loss\(\) returned a single number"):
+        backend.train_step(batch, learning_rate=0.1, stop=(False, False))
