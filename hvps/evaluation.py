@@ -41,7 +41,7 @@ class Evaluator:
         taken = [name for name in ("kind", "step", "epoch", "time") if name in self.names]
         if taken or len(set(self.names)) != len(self.names):
             raise ConfigError(
-                "task: metrics() gives two of one name",
+                "task: metrics() gives a name that is taken",
                 rule="names are unique; loss, kind, step, epoch and time are taken",
                 received=", ".join(self.names[1:]),
                 do="give each metric a name of its own",

@@ -55,9 +55,7 @@ def indexed_source(data: Any, what: str) -> Source:
 
 
 def _array_source(data: tuple[Any, Any], what: str) -> Source:
-    # A list of numbers is meant as an array, though TensorFlow would take it for a structure.
-    parts = [_as_array(part) if isinstance(part, list) else part for part in data]
-    x, y = (tf.nest.map_structure(_as_array, part) for part in parts)
+    x, y = (tf.nest.map_structure(_as_array, _structure(part, what)) for part in data)
     arrays = tf.nest.flatten((x, y))
     lengths = {len(a) if a.ndim else 0 for a in arrays}
     if len(lengths) != 1 or 0 in lengths:
@@ -74,6 +72,22 @@ def _array_source(data: tuple[Any, Any], what: str) -> Source:
 
     samples = lengths.pop()
     return Source(samples, gather, max(1, sum(a.nbytes for a in arrays) // samples))
+
+
+def _structure(part: Any, what: str) -> Any:
+    """x or y as TensorFlow is to see it. A list of arrays is several inputs, as in Keras; a list of
+    numbers is meant as an array, though TensorFlow would take it for a structure too."""
+    if not isinstance(part, list) or (part and all(hasattr(entry, "shape") for entry in part)):
+        return part
+    try:
+        return np.asarray(part)
+    except ValueError as err:
+        raise ConfigError(
+            f"task: {what}() gave a list that is no array",
+            rule="examples of one shape, or one array for each of the model's inputs",
+            received=str(err),
+            do="pad the examples to one shape",
+        ) from err
 
 
 def _as_array(leaf: Any) -> np.ndarray:

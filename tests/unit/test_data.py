@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvps import data
+from hvps import data as hvps_data
 from hvps.data import Batch, DatasetFeed, Feed, MicroBatch, make_feed, prefetched
 from hvps.errors import ConfigError
 from hvps.sampling import permuted
@@ -438,7 +438,7 @@ def test_batches_do_not_depend_on_how_they_are_fetched(
     monkeypatch: pytest.MonkeyPatch, ranks: int, accumulate: int, first_step: int
 ) -> None:
     def epoch(kind: str, inline_bytes: int) -> list[Any]:
-        monkeypatch.setattr(data, "_INLINE_BYTES", inline_bytes)
+        monkeypatch.setattr(hvps_data, "_INLINE_BYTES", inline_bytes)
         group = feeds(data_of(kind, LONG), ranks, 6, accumulate=accumulate, seed=4)
         steps = lockstep(group, 2, first_step)
         seen = [i for batches in steps for i in step_examples(batches)]
@@ -472,7 +472,7 @@ def test_only_small_arrays_are_fetched_in_blocks_without_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetched: list[tuple[str, int]] = []
-    make = data.indexed_source
+    make = hvps_data.indexed_source
 
     def counting(given: Any, what: str) -> Source:
         source = make(given, what)
@@ -483,7 +483,7 @@ def test_only_small_arrays_are_fetched_in_blocks_without_a_thread(
 
         return replace(source, fetch=fetch)
 
-    monkeypatch.setattr(data, "indexed_source", counting)
+    monkeypatch.setattr(hvps_data, "indexed_source", counting)
     here = threading.current_thread().name
     batches_of_6 = [6] * 66 + [5]
     for kind, inline_bytes, expected in (
@@ -492,7 +492,7 @@ def test_only_small_arrays_are_fetched_in_blocks_without_a_thread(
         ("arrays", 6 * EXAMPLE_BYTES - 1, [("hvps-prefetch", n) for n in batches_of_6]),
         ("indexable", 1 << 20, [("hvps-prefetch", n) for n in batches_of_6]),
     ):
-        monkeypatch.setattr(data, "_INLINE_BYTES", inline_bytes)
+        monkeypatch.setattr(hvps_data, "_INLINE_BYTES", inline_bytes)
         fetched.clear()
         (feed,) = feeds(data_of(kind, LONG), 1, 6)
         assert len(list(feed.epoch(0))) == 67
@@ -596,3 +596,15 @@ def test_work_is_done_ahead_but_not_without_bound() -> None:
 def test_work_is_done_in_another_thread() -> None:
     names = set(prefetched((threading.current_thread().name for _ in range(3)), 1))
     assert names == {"hvps-prefetch"}
+
+
+def test_a_list_of_arrays_is_several_inputs() -> None:
+    x = [np.zeros((10, 3), np.float32), np.ones((10, 4), np.float32)]
+    feed = make_feed((x, np.zeros(10)), what="train_data", global_batch=4, ranks=1, rank=0)
+    batch = next(iter(feed.epoch(0)))
+    assert [part.shape[1] for part in batch.micros[0].x] == [3, 4]
+
+
+def test_a_ragged_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a list that is no array"):
+        make_feed(([[1, 2], [3]], [0, 1]), what="train_data", global_batch=2, ranks=1, rank=0)

@@ -66,7 +66,7 @@ def test_names_of_the_records_own_fields_are_refused(name: str) -> None:
 
 
 def test_two_metrics_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"two of one name"):
+    with pytest.raises(ConfigError, match=r"a name that is taken"):
         evaluator([PerColumn("mine"), keras.metrics.MeanSquaredError(name="mine")])
 
 

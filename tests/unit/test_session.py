@@ -76,6 +76,7 @@ def test_data_that_ends_is_accepted(tmp_path: Path) -> None:
 
 TASK = """
 import keras
+import numpy as np
 
 class Task:
     def build_model(self):
