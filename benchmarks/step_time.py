@@ -48,7 +48,7 @@ class Case:
 
 
 CASES = {
-    "digits": Case("hvps.tasks.digits:Digits", 64, 8, 20),
+    "digits": Case("hvps.tasks.digits:Digits", 64, 8, 40),
     "mlp-20m": Case("benchmarks.step_time:Perceptron", 128, 1, 12),
 }
 

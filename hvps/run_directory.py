@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -70,6 +71,9 @@ def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirecto
     base = Path(parent).absolute()
     try:
         base.mkdir(parents=True, exist_ok=True)
+        latest = base / "latest"
+        if latest.exists() and not latest.is_symlink():
+            raise FileExistsError(errno.EEXIST, "latest is not the link that hvps makes", latest)
         path = _claim(base, name, stem)
         (path / "logs").mkdir(exist_ok=True)
         _point_latest(base, path.name)

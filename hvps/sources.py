@@ -77,7 +77,9 @@ def _array_source(data: tuple[Any, Any], what: str) -> Source:
 def _structure(part: Any, what: str) -> Any:
     """x or y as TensorFlow is to see it. A list of arrays is several inputs, as in Keras; a list of
     numbers is meant as an array, though TensorFlow would take it for a structure too."""
-    if not isinstance(part, list) or (part and all(hasattr(entry, "shape") for entry in part)):
+    if not isinstance(part, list):
+        return part
+    if part and all(len(getattr(entry, "shape", ())) > 0 for entry in part):
         return part
     try:
         return np.asarray(part)

@@ -598,6 +598,12 @@ def test_work_is_done_in_another_thread() -> None:
     assert names == {"hvps-prefetch"}
 
 
+def test_a_list_of_numpy_numbers_is_an_array() -> None:
+    given = (np.ones((3, 2)), list(np.arange(3)))
+    feed = make_feed(given, what="train_data", global_batch=3, ranks=1, rank=0, shuffle=False)
+    np.testing.assert_array_equal(next(iter(feed.epoch(0))).micros[0].y, [0, 1, 2])
+
+
 def test_a_list_of_arrays_is_several_inputs() -> None:
     x = [np.zeros((10, 3), np.float32), np.ones((10, 4), np.float32)]
     feed = make_feed((x, np.zeros(10)), what="train_data", global_batch=4, ranks=1, rank=0)

@@ -8,12 +8,13 @@ import sys
 from tests.launching import ROOT
 
 WAITS = """
-import sys, threading
+import threading
 from hvps.backends.watchdog import Watchdog
 dog = Watchdog(1.0, rank=7)
 with dog.waiting("nothing"):
     pass
-for seconds in (1.5, 0.1, 0.1):  # the first one may take longer: it is traced
+# The first step may take longer, for it is traced; later ones by twice the slowest before them.
+for seconds in (1.5, 0.8, 2.0):
     with dog.step():
         threading.Event().wait(seconds)
 with dog.waiting("the others"):
