@@ -1,4 +1,4 @@
-"""hvps train | config: the command line program."""
+"""hvps train | launch | config: the command line program."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ One trainer for Keras 3 models on one process or many.
 
 commands:
   train    train a model; the same as python -m hvps.train
+  launch   train with parameter servers: starts all of their processes on this machine
   config   print the configuration that would be used, and where each value comes from
 
 options:
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train.main(arguments[1:])
     try:
+        if command == "launch":
+            from hvps.launcher import launch
+
+            return launch(arguments[1:])
         if command == "config":
             return _print_config(arguments[1:])
         raise _unknown_command(command)
@@ -56,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown_command(command: str) -> ConfigError:
     from hvps.problems import did_you_mean
 
-    near = did_you_mean(command, ("train", "config"))
+    near = did_you_mean(command, ("train", "launch", "config"))
     if near is None and (command.endswith((".yaml", ".yml")) or "=" in command):
         near = f"write hvps train {command}"
     return ConfigError(
         f"{command}: unknown command",
-        rule="train or config",
+        rule="train, launch or config",
         received=f"{command} (command line)",
         do=near or "see hvps --help",
     )
@@ -70,10 +75,10 @@ def _unknown_command(command: str) -> ConfigError:
 def _print_config(argv: Sequence[str]) -> int:
     from hvps.overrides import load_config
 
-    path, overrides = split_args(
+    arguments = split_args(
         argv, "hvps config", "Print the configuration that would be used, as YAML."
     )
-    loaded = load_config(path, overrides)
+    loaded = load_config(arguments.config, arguments.overrides)
     print(render_config(loaded.config.model_dump(), loaded.origins), end="")
     return 0
 

@@ -1,45 +1,83 @@
-"""The command line that all commands share: `[CONFIG] [section.key=value ...]`, and its help."""
+"""The command line that all commands share: `[CONFIG] [section.key=value ...]`, and its help.
+
+The programs that train also take `--role ROLE --index N`: which task of a cluster they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hvps.errors import ConfigError
 
 _EXAMPLES = """\
 examples:
-  {prog} configs/local.yaml
-  {prog} configs/allreduce.yaml train.epochs=3 optimizer.learning_rate=3e-4
-  {prog} task=mytask:MyTask task_args.width=64   # a class in ./mytask.py
-{launch}
+{examples}
 values are YAML: 1e-3, true, null, text, [1, 2], {{a: 1}}. The later of two overrides wins.
 section=null drops what the file says in that section.
 """
-_LAUNCH = """\
+_ANY = """\
+  {prog} configs/local.yaml
+  {prog} configs/allreduce.yaml train.epochs=3 optimizer.learning_rate=3e-4
+  {prog} task=mytask:MyTask task_args.width=64   # a class in ./mytask.py
+"""
+_TRAIN = """\
   horovodrun -np 4 {prog} configs/allreduce.yaml
   mpirun -np 4 {prog} configs/allreduce.yaml
+  hvps launch configs/ps.yaml   # parameter servers and workers on this machine
+  {prog} configs/ps.yaml backend.cluster='{{ps: [a:3333], worker: [b:3333]}}' --role ps --index 0
 """
+_LAUNCH = """\
+  {prog} configs/ps.yaml
+  {prog} configs/ps.yaml backend.num_workers=3 backend.update=sync train.global_batch=96
+"""
+_TASK_HELP = """\
+  --role ROLE        this process's task of a parameter-server cluster: ps, worker, chief or
+                     evaluator; without it the launcher or TF_CONFIG says so
+  --index N          which task of the role, 0 for the first
+"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line taken apart.
+
+    Attributes:
+        config: the configuration file, if one was given.
+        overrides: `section.key=value`, in their order.
+        role, index: this process's task; both None if they were not given.
+    """
+
+    config: str | None
+    overrides: list[str]
+    role: str | None = None
+    index: int | None = None
 
 
 def split_args(
     argv: Sequence[str], prog: str, description: str = "Train a Keras 3 model."
-) -> tuple[str | None, list[str]]:
-    """Take a command line apart: the configuration file, if any, and the overrides.
+) -> Arguments:
+    """Take a command line apart.
 
     `--help` prints the help and exits.
 
     Raises:
-        ConfigError: an unknown option, or more than one file.
+        ConfigError: an unknown or incomplete option, or more than one file.
     """
     files: list[str] = []
     overrides: list[str] = []
-    for argument in argv:
+    options: dict[str, str] = {}
+    rest = iter(argv)
+    for argument in rest:
         if argument in ("-h", "--help"):
             print(help_text(prog, description), end="")
             raise SystemExit(0)
-        if argument.startswith("-"):
+        name, equals, value = argument.partition("=")
+        if _trains(prog) and name in ("--role", "--index"):
+            options[name] = value if equals else next(rest, "")
+        elif argument.startswith("-"):
             raise _unknown_option(argument, prog)
-        if "=" in argument:
+        elif equals:
             overrides.append(argument)
         else:
             files.append(argument)
@@ -50,7 +88,47 @@ def split_args(
             received=" ".join(files),
             do=f"for example: {_command(prog)} {files[0]} train.epochs=3",
         )
-    return (files[0] if files else None), overrides
+    return Arguments(files[0] if files else None, overrides, *_task_of(options))
+
+
+def _trains(prog: str) -> bool:
+    return "train" in prog
+
+
+def _task_of(options: dict[str, str]) -> tuple[str | None, int | None]:
+    """Role and index; there is one chief, which needs no index."""
+    if not options:
+        return None, None
+    from hvps.problems import did_you_mean
+    from hvps.task_cluster import ROLES
+
+    role, index = options.get("--role"), options.get("--index")
+    received = " ".join(f"{name} {value}".strip() for name, value in options.items())
+    received = f"{received} (command line)"
+    if role == "chief" and index is None:
+        index = "0"
+    if role is None or index is None:
+        raise ConfigError(
+            f"{'--role' if role is None else '--index'}: missing",
+            rule="--role and --index together say which task this process is",
+            received=received,
+            do="for example --role worker --index 0",
+        )
+    if role not in ROLES:
+        raise ConfigError(
+            "--role: no such role",
+            rule=f"one of {', '.join(ROLES)}",
+            received=received,
+            do=did_you_mean(role, ROLES) or "for example --role worker",
+        )
+    if not (index.isascii() and index.isdigit() and len(index) < 10):
+        raise ConfigError(
+            "--index: not an index",
+            rule="an integer >= 0: the task's place among those of its role",
+            received=received,
+            do=f"for example --role {role} --index 0",
+        )
+    return role, int(index)
 
 
 def _command(prog: str) -> str:
@@ -62,7 +140,9 @@ def _unknown_option(argument: str, prog: str) -> ConfigError:
     name = argument.lstrip("-")
     do = f"see {_command(prog)} --help"
     key, equals, value = name.partition("=")
-    if key:
+    if key in ("role", "index"):
+        do = "leave it out: only the programs that train are one task of a cluster"
+    elif key:
         from hvps.config_validate import find_key
 
         known = find_key(key.replace("-", "_"))
@@ -70,7 +150,8 @@ def _unknown_option(argument: str, prog: str) -> ConfigError:
             do = f"write {known}={value if equals else '...'}"
     return ConfigError(
         f"{argument}: unknown option",
-        rule="values are given as section.key=value, without dashes; the only option is --help",
+        rule="values are given as section.key=value, without dashes; the only option"
+        + ("s are --role, --index and --help" if _trains(prog) else " is --help"),
         received=f"{argument} (command line)",
         do=do,
     )
@@ -78,15 +159,17 @@ def _unknown_option(argument: str, prog: str) -> ConfigError:
 
 def help_text(prog: str, description: str) -> str:
     """Usage, examples, and every key with its default and meaning."""
-    command = _command(prog)
-    launch = _LAUNCH.format(prog=command) if "train" in prog else ""
+    command, trains = _command(prog), _trains(prog)
+    examples = _LAUNCH if "launch" in prog else _ANY + (_TRAIN if trains else "")
+    usage = "[CONFIG] [section.key=value ...]" + (" [--role ROLE --index N]" if trains else "")
     return "\n".join(
         [
-            f"usage: {command} [CONFIG] [section.key=value ...]\n",
+            f"usage: {command} {usage}\n",
             f"{description}\n",
             "  CONFIG             a YAML file; without it the defaults below",
-            "  section.key=value  replaces one value of it\n",
-            _EXAMPLES.format(prog=command, launch=launch),
+            "  section.key=value  replaces one value of it",
+            _TASK_HELP if trains else "",
+            _EXAMPLES.format(examples=examples.format(prog=command)),
             "keys and defaults:",
             *_key_lines(),
             "",

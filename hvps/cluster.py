@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from hvps.errors import ConfigError
 
@@ -16,15 +17,29 @@ ALONE = "no launcher: one process"
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """The addresses of a parameter-server cluster: ps and worker tasks, 'host:port', by index.
+
+    The chief is worker 0.
+    """
+
+    ps: tuple[str, ...]
+    worker: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Cluster:
     """This process among the processes of the job.
 
     Attributes:
-        rank: index of this process in the job, 0-based.
-        size: number of processes in the job (world size).
+        rank: index of this process in the job, 0-based; with parameter servers, within its role.
+        size: number of processes in the job (world size); with parameter servers, of its role.
         local_rank: index of this process on its host, 0-based.
-        local_size: number of the job's processes on this host.
+        local_size: number of the job's processes on this host, of all roles.
         source: where the facts come from, for the banner.
+        role: "worker" for all who train; "ps" and "evaluator" exist with parameter servers only.
+        tasks: the addresses of the parameter-server cluster, once they are known.
+        world_rank, world_size: the launcher's, of a job whose ranks were divided into roles.
     """
 
     rank: int
@@ -32,6 +47,10 @@ class Cluster:
     local_rank: int
     local_size: int
     source: str
+    role: Literal["worker", "ps", "evaluator"] = "worker"
+    tasks: Tasks | None = None
+    world_rank: int | None = None
+    world_size: int | None = None
 
     @property
     def launched(self) -> bool:
@@ -40,7 +59,21 @@ class Cluster:
 
     @property
     def is_root(self) -> bool:
-        return self.rank == 0
+        """Whether this process writes the run's folder: rank 0, or the chief among workers."""
+        return self.role == "worker" and self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """This process for people: "ps 0", "worker 1"; "rank 3" where all are alike."""
+        alike = self.role == "worker" and self.tasks is None and self.world_rank is None
+        return f"rank {self.rank}" if alike else f"{self.role} {self.rank}"
+
+    @property
+    def address(self) -> str | None:
+        """This task's own 'host:port', if it is known and has one."""
+        if self.tasks is None or self.role == "evaluator":
+            return None
+        return (self.tasks.ps if self.role == "ps" else self.tasks.worker)[self.rank]
 
 
 # (name shown, rank, size, local rank, local size); the first one whose rank and size are set wins.

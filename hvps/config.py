@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from hvps.config_base import INT_MAX, FieldError, Section, ignored, section_type
+from hvps.task_cluster import read_jobs
 
 
 class RunConfig(Section):
@@ -61,9 +62,12 @@ class RunConfig(Section):
 
 
 class BackendConfig(Section):
-    kind: Literal["local", "allreduce"] = Field(
+    # The keys from `update` on are of kind ps; other kinds leave them alone, so that a file trains
+    # in every way when only its `kind` is changed.
+    kind: Literal["local", "allreduce", "ps"] = Field(
         default="allreduce",
-        description="local: one process; allreduce: gradients averaged over ranks",
+        description="local: one process; allreduce: gradients averaged over ranks; ps: parameter"
+        " servers",
     )
     engine: Literal["auto", "horovod", "mpi"] = Field(
         default="auto",
@@ -74,23 +78,100 @@ class BackendConfig(Section):
         gt=0,
         description="seconds a rank waits for a missing one before the job is stopped",
     )
+    update: Literal["async", "sync", "bounded"] = Field(
+        default="async",
+        description="async: a gradient is applied when it comes; sync: their average over the"
+        " workers; bounded: async within max_staleness",
+    )
+    replication: Literal["between_graph", "in_graph"] = Field(
+        default="between_graph",
+        description="between_graph: each worker runs its own graph; in_graph: one drives all",
+    )
+    cluster: dict[str, list[str]] | None = Field(
+        default=None, description="addresses 'host:port' by job: {ps: [...], worker: [...]}"
+    )
+    num_ps: int = Field(
+        default=1,
+        ge=1,
+        description="parameter servers that `hvps launch` starts, and the first ranks under mpirun",
+    )
+    num_workers: int = Field(default=2, ge=1, description="workers that `hvps launch` starts")
+    backup_workers: int = Field(
+        default=0, ge=0, description="workers that a sync update does not wait for"
+    )
+    max_staleness: int = Field(
+        default=1, ge=0, description="bounded: steps that a worker may be ahead of the slowest"
+    )
+    worker_steps: list[int] | None = Field(
+        default=None, description="steps of each worker; null: shared out as they come"
+    )
+    devices: list[str] = Field(
+        default_factory=list,
+        description="towers of each worker, like [cpu:0, gpu:0]; empty: one, where TensorFlow"
+        " puts it",
+    )
+    log_placement: bool = Field(default=False, description="log the device of each operation")
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=8,
+        description="async: steps in flight per worker; 2 overlaps the pull of one with the push"
+        " of another",
+    )
 
-    @field_validator("kind", mode="before")
+    @field_validator("cluster", mode="before")
     @classmethod
-    def _no_ps_yet(cls, value: Any) -> Any:
-        if value == "ps":
-            raise FieldError(
-                "",
-                "the parameter-server backend is not in this version yet",
-                rule="'allreduce' or 'local'",
-                do="use backend.kind=allreduce",
-            )
+    def _addresses(cls, value: Any) -> Any:
+        if not value and (value is None or isinstance(value, dict)):
+            return None  # all jobs were dropped with backend.cluster=null
+        read_jobs(value)
+        return value
+
+    @field_validator("worker_steps")
+    @classmethod
+    def _some_steps(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and (not value or min(value) < 1):
+            raise FieldError("", "a worker without a step", rule="integers >= 1, one per worker")
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _device_names(cls, value: list[str]) -> list[str]:
+        rule = "cpu:N or gpu:N, each once"
+        for name in value:
+            if not re.fullmatch(r"(cpu|gpu):(0|[1-9][0-9]{0,2})", name):
+                raise FieldError("", f"{name} is not a device", rule=rule)
+            if value.count(name) > 1:
+                raise FieldError("", f"{name} is there twice", rule=rule)
         return value
 
     @model_validator(mode="after")
-    def _engine_is_used(self) -> BackendConfig:
+    def _all_used(self) -> BackendConfig:
         if self.kind == "local" and self._differs("engine"):
             raise ignored("engine", "backend.kind is local, which needs no engine")
+        if self.kind != "ps":
+            return self
+        in_graph = self.replication == "in_graph"
+        if in_graph and self.update == "bounded":
+            raise FieldError(
+                "update",
+                "bounded is not supported in_graph",
+                rule="the bound holds between workers that each run their own graph",
+                do="use backend.replication=between_graph, or backend.update=async",
+            )
+        update = f"backend.update is {self.update}"
+        needed = {
+            "backup_workers": (self.update == "sync", update),
+            "max_staleness": (self.update == "bounded", update),
+            "pipeline": (self.update == "async", update),
+        }
+        if in_graph:
+            reason = "backend.replication is in_graph: one process drives all workers"
+            unused = ("backup_workers", "pipeline", "worker_steps")
+            needed |= dict.fromkeys(unused, (False, reason))
+        for name, (used, why) in needed.items():
+            if not used and self._differs(name):
+                raise ignored(name, why)
         return self
 
 
@@ -279,6 +360,17 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _scales_in_one_place(self) -> Config:
+        if self.backend.kind == "ps" and self.train.precision == "mixed_float16":
+            raise FieldError(
+                "train.precision",
+                "mixed_float16 is not for parameter servers",
+                rule="its loss scaling needs all gradients in one place",
+                do="use train.precision=mixed_bfloat16",
+            )
+        return self
 
     @field_validator("task")
     @classmethod

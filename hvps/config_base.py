@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -84,6 +85,22 @@ def is_text(field: FieldInfo) -> bool:
     return str in set(_kinds(field.annotation))
 
 
+def is_mapping(field: FieldInfo) -> bool:
+    """True if the field holds a mapping with keys that the user chooses."""
+    return dict in {get_origin(kind) for kind in _kinds(field.annotation)}
+
+
+def look_up(values: object, key: str) -> Any:
+    """What stands at a dotted key with indexes, like `ps[0]`; None if there is nothing."""
+    inner: Any = values
+    for part, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key):
+        if index:
+            inner = inner[int(index)] if isinstance(inner, list) else None
+        else:
+            inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner
+
+
 def rule_of(field: FieldInfo) -> str:
     """What a field allows, in words: `an integer >= 1 or null`."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -103,6 +120,12 @@ def rule_of(field: FieldInfo) -> str:
             parts.append(" ".join([words[kind], " and ".join(bounds)]).strip())
         else:
             parts.append(words.get(kind, "a mapping"))
-    if get_origin(field.annotation) is list:
-        return "a list of integers, like [100, 200]"
+    if _is_list(field):
+        text = "words, like [cpu:0, gpu:0]" if is_text(field) else "integers, like [100, 200]"
+        return f"a list of {text}" + (", or null" if "null" in parts else "")
     return " or ".join(parts)
+
+
+def _is_list(field: FieldInfo) -> bool:
+    annotations = [field.annotation, *get_args(field.annotation)]
+    return list in {get_origin(annotation) for annotation in annotations}

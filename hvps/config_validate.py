@@ -10,8 +10,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from hvps.config import Config, leaf_fields
-from hvps.config_base import FieldError, Section, is_text, rule_of, section_type
-from hvps.problems import Problem, did_you_mean, nearest_origin, show
+from hvps.config_base import (
+    FieldError,
+    Section,
+    is_mapping,
+    is_text,
+    look_up,
+    rule_of,
+    section_type,
+)
+from hvps.problems import DEFAULT, Problem, did_you_mean, nearest_origin, show
 
 # What people write who come from other trainers.
 ALIASES = {
@@ -80,7 +88,10 @@ class _Checker:
         self._fields = dict(leaf_fields())
 
     def received(self, key: str, value: object) -> str:
-        return f"{show(value)} ({nearest_origin(self._origins, key)})"
+        origin = nearest_origin(self._origins, key)
+        if origin == DEFAULT:  # perhaps only parts of it were set
+            origin = next((o for k, o in self._origins.items() if k.startswith(key + ".")), origin)
+        return f"{show(value)} ({origin})"
 
     def known_part(
         self, section: type[Section], values: Mapping[Any, Any], prefix: str
@@ -113,7 +124,7 @@ class _Checker:
     def _leaf(self, key: str, field: FieldInfo, value: Any) -> Any:
         if is_text(field) and isinstance(value, int | float):
             return self._plain.get(key, value)  # run.name=007 is meant as it is written
-        if isinstance(value, dict) and value and key != "task_args":
+        if isinstance(value, dict) and value and not is_mapping(field):
             self.problems.append(self._unknown(key, value))
             return field.get_default(call_default_factory=True)
         if key == "task_args":
@@ -181,7 +192,7 @@ class _Checker:
         field = self._fields.get(key)
         rule = rule or (rule_of(field) if field else None)
         what = what or _in_words(details["type"])
-        value = _look_up(known, key)
+        value = look_up(known, key)
         if do is None and field is not None:
             do = _near_choice(key, field, value)
         if do is None and value is None:
@@ -201,13 +212,6 @@ def _in_words(kind: str) -> str:
     if kind == "string_too_short":
         return "empty"
     return _WHAT.get(re.split("_", kind)[0], "not valid")
-
-
-def _look_up(values: Mapping[str, Any], key: str) -> Any:
-    inner: Any = values
-    for part in key.split("."):
-        inner = inner.get(part) if isinstance(inner, Mapping) else None
-    return inner
 
 
 def _near_choice(key: str, field: FieldInfo, value: Any) -> str | None:

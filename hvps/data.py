@@ -8,13 +8,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvps.errors import ConfigError
+from hvps.errors import ConfigError, TrainingError
 from hvps.sampling import Plan, permuted
 from hvps.sources import Source, indexed_source
 
@@ -36,17 +37,21 @@ class MicroBatch:
     weight: tf.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """One update's worth of micro-batches on this rank.
 
     Attributes:
         micros: `accumulate` of them.
         examples: number of true examples in the update over all ranks.
+        step: global step that the update makes from `step` to `step + 1`.
+        epoch: the pass over the data that it belongs to.
     """
 
     micros: tuple[MicroBatch, ...]
     examples: int
+    step: int = 0
+    epoch: int = 0
 
 
 class Feed:
@@ -66,8 +71,34 @@ class Feed:
         """Batches of one epoch, from its step `first_step` on."""
         raise AssertionError("a subclass says how")
 
+    def dealt(
+        self,
+        steps: Iterator[int],
+        *,
+        deal: Callable[[int], tuple[int, int]] | None,
+        epochs: int | None,
+        done: int,
+    ) -> Iterator[Batch]:
+        """Batches of steps that somebody else deals out, ascending but not all of them.
+
+        Args:
+            steps: global steps for this process; taken only as batches are.
+            deal: gives (rank, ranks) that divide a step's batch, where that changes.
+            epochs: passes over data that can only be read in order.
+            done: batches that this process has computed in an earlier life.
+        """
+        raise AssertionError("a subclass says how")
+
     def eval_batches(self) -> Iterator[MicroBatch]:
         """This rank's part of one pass without shuffling, in rows of the local batch."""
+        raise AssertionError("a subclass says how")
+
+    def example(self) -> tuple[Any, Any]:
+        """x and y of one example, with the axis of the batch, for their types and shapes."""
+        raise AssertionError("a subclass says how")
+
+    def examples_in(self, step: int) -> int:
+        """Number of true examples in a global step, over all ranks."""
         raise AssertionError("a subclass says how")
 
 
@@ -94,7 +125,7 @@ class IndexedFeed(Feed):
     def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
         for block in range(first_step, self._plan.steps_per_epoch, _ORDER_STEPS):
             steps = range(block, min(block + _ORDER_STEPS, self._plan.steps_per_epoch))
-            orders, true_rows = self._order(epoch, steps)
+            orders, true_rows = self._order(epoch, steps, self._plan, self._rank)
             per_fetch = self._fetch_steps * self._plan.accumulate
             for first in range(0, len(orders), per_fetch):
                 part = slice(first, first + per_fetch)
@@ -105,13 +136,42 @@ class IndexedFeed(Feed):
                         tuple(micros[i : i + self._plan.accumulate]), self._plan.step_size(step)
                     )
 
-    def _order(self, epoch: int, steps: range) -> tuple[list[np.ndarray], list[int]]:
+    def dealt(
+        self,
+        steps: Iterator[int],
+        *,
+        deal: Callable[[int], tuple[int, int]] | None,
+        epochs: int | None,
+        done: int,
+    ) -> Iterator[Batch]:
+        batches = self._dealt(steps, deal)
+        return batches if self._inline else prefetched(batches, self._prefetch)
+
+    def _dealt(
+        self, steps: Iterator[int], deal: Callable[[int], tuple[int, int]] | None
+    ) -> Iterator[Batch]:
+        plan, rank = self._plan, self._rank
+        for step in steps:
+            if deal is not None:
+                rank, ranks = deal(step)
+                plan = replace(plan, ranks=ranks) if ranks != plan.ranks else plan
+            epoch, within = divmod(step, plan.steps_per_epoch)
+            orders, true_rows = self._order(epoch, range(within, within + 1), plan, rank)
+            micros = self._fetch(orders, true_rows)
+            yield Batch(tuple(micros), plan.step_size(within), step, epoch)
+
+    def example(self) -> tuple[Any, Any]:
+        return self._source.fetch(np.zeros(1, np.int64))
+
+    def examples_in(self, step: int) -> int:
+        return self._plan.step_size(step % self._plan.steps_per_epoch)
+
+    def _order(
+        self, epoch: int, steps: range, plan: Plan, rank: int
+    ) -> tuple[list[np.ndarray], list[int]]:
         """Sample indices of each micro-batch in `steps`, and how many of them count."""
-        plan = self._plan
         shares = [
-            plan.share(step, micro, self._rank)
-            for step in steps
-            for micro in range(plan.accumulate)
+            plan.share(step, micro, rank) for step in steps for micro in range(plan.accumulate)
         ]
         # An empty share borrows position 0 with weight 0: layers such as BatchNormalization would
         # make NaN of no rows at all.
@@ -148,7 +208,8 @@ class DatasetFeed(Feed):
     """A `tf.data.Dataset` of single (x, y) examples: rank r reads elements r, r + ranks, …
 
     The dataset's own order is kept. Where it cannot tell its length, the ranks add up their counts
-    before each step (`agree`), and the epoch ends when nobody has anything left.
+    before each step (`agree`), and the epoch ends when nobody has anything left. `independent`
+    ranks divide the examples but no steps: each makes updates of its own.
     """
 
     def __init__(
@@ -159,8 +220,10 @@ class DatasetFeed(Feed):
         rank: int,
         prefetch: int,
         agree: Callable[[int], int],
+        independent: bool = False,
     ) -> None:
         self._plan, self._rank, self._agree = plan, rank, agree
+        self._independent = independent
         dataset = dataset.map(_narrowed)
         self._whole = dataset
         mine = dataset.shard(plan.ranks, rank) if plan.ranks > 1 else dataset
@@ -168,6 +231,10 @@ class DatasetFeed(Feed):
         known = plan.samples > 0
         self.samples = plan.samples if known else None
         self.steps_per_epoch = plan.steps_per_epoch if known else None
+        if known and independent:
+            own = plan.global_batch // plan.ranks
+            shards = [len(range(i, plan.samples, plan.ranks)) for i in range(plan.ranks)]
+            self.steps_per_epoch = sum(-(-examples // own) for examples in shards)
         self.endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
@@ -186,6 +253,46 @@ class DatasetFeed(Feed):
                 return
             yield Batch(micros, examples)
             step += 1
+
+    def dealt(
+        self,
+        steps: Iterator[int],
+        *,
+        deal: Callable[[int], tuple[int, int]] | None,
+        epochs: int | None,
+        done: int,
+    ) -> Iterator[Batch]:
+        for epoch in count() if epochs is None else range(epochs):
+            empty = True
+            for batch in self._own_epoch() if self._independent else self.epoch(epoch):
+                empty = False
+                if done:
+                    done -= 1
+                    continue
+                step = next(steps, None)
+                if step is None:
+                    return
+                batch.step, batch.epoch = step, epoch
+                yield batch
+            if empty and epochs is None:
+                return
+
+    def _own_epoch(self) -> Iterator[Batch]:
+        rows = iter(self._local)
+        while True:
+            micros, examples = self._next_micros(rows)
+            if examples == 0:
+                return
+            yield Batch(micros, examples)
+
+    def example(self) -> tuple[Any, Any]:
+        x, y = next(iter(self._whole.take(1).batch(1)))
+        return x, y
+
+    def examples_in(self, step: int) -> int:
+        if self.steps_per_epoch is None:
+            return self._plan.global_batch
+        return self._plan.step_size(step % self.steps_per_epoch)
 
     def _next_micros(self, rows: Iterator[Any]) -> tuple[tuple[MicroBatch, ...], int]:
         """The next step's micro-batches; none of them, and 0, for a dataset with nothing in it."""
@@ -222,6 +329,7 @@ def make_feed(
     shuffle: bool = True,
     prefetch: int = 2,
     agree: Callable[[int], int] = lambda count: count,
+    reading_share: tuple[int, int] | None = None,
 ) -> Feed:
     """Wrap what `Task.train_data()` or `Task.eval_data()` returned.
 
@@ -230,17 +338,52 @@ def make_feed(
         what: "train_data" or "eval_data", for messages.
         global_batch: examples per update over all ranks and micro-batches.
         agree: adds a count up over the ranks; used for datasets that do not know their length.
+        reading_share: (rank, ranks) that divide a dataset, which can only be read in order; where
+            it is not (rank, ranks), each makes updates of `global_batch` examples of its own.
 
     Raises:
         ConfigError: the data is of none of these kinds, is empty, or its parts differ in length.
     """
     if isinstance(data, tf.data.Dataset):
         samples = _cardinality(data, what)
-        plan = Plan(samples, global_batch, ranks, accumulate)
-        return DatasetFeed(data, plan, rank=rank, prefetch=prefetch, agree=agree)
+        reader, readers = reading_share or (rank, ranks)
+        independent = readers != ranks
+        batch = global_batch * readers if independent else global_batch
+        plan = Plan(samples, batch, readers, accumulate)
+        return DatasetFeed(
+            data, plan, rank=reader, prefetch=prefetch, agree=agree, independent=independent
+        )
     source = indexed_source(data, what)
     plan = Plan(source.samples, global_batch, ranks, accumulate)
     return IndexedFeed(source, plan, rank=rank, seed=seed, shuffle=shuffle, prefetch=prefetch)
+
+
+def consecutive(feed: Feed, *, total: int | None, epochs: int | None) -> Iterator[Batch]:
+    """All of a feed's batches, one epoch after the other.
+
+    Args:
+        total: steps to end after, or None.
+        epochs: passes over the data to end after, or None.
+
+    Raises:
+        TrainingError: an epoch has no examples.
+    """
+    step = 0
+    for epoch in count() if epochs is None else range(epochs):
+        before = step
+        for batch in feed.epoch(epoch):
+            batch.step, batch.epoch = step, epoch
+            yield batch
+            step += 1
+            if total is not None and step >= total:
+                return
+        if step == before:
+            raise TrainingError(
+                f"no examples in epoch {epoch}",
+                rule="train_data() gives the same examples each time it is read",
+                received="an empty dataset",
+                do="do not hand out an iterator that can be read only once",
+            )
 
 
 def prefetched(items: Iterator[Any], depth: int) -> Iterator[Any]:

@@ -76,6 +76,6 @@ def report_error(err: HvpsError, cluster: Cluster | None = None) -> int:
     text = f"hvps: error: {err}"
     if cluster is not None and not cluster.is_root:
         time.sleep(0.5)
-        text = f"[rank {cluster.rank}] {text}"
+        text = f"[{cluster.name}] {text}"
     print(text, file=sys.stderr, flush=True)
     return err.exit_code

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from hvps.cluster import Cluster
 from hvps.errors import EXIT_FAILURE, EXIT_INTERRUPTED, HvpsError, PeerLostError
@@ -40,11 +41,22 @@ def ends_the_job_on_error(cluster: Cluster) -> Iterator[None]:
 def _leave(cluster: Cluster, message: str, code: int, trace: str = "") -> None:
     from hvps.log import logger
 
-    who = f"rank {cluster.rank} of {cluster.size} failed: " if cluster.size > 1 else ""
+    alone = cluster.size == 1 and cluster.tasks is None
+    who = "" if alone else f"{cluster.name} of {cluster.size} failed: "
     text = f"{trace}hvps: error: {who}{message}"
     for handler in logger.handlers:
         if hasattr(handler, "baseFilename"):  # the rank's own log, not the console
             handler.handle(logger.makeRecord("hvps", 40, "", 0, text, (), None))
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process with its exit code, without the interpreter's farewell.
+
+    A TensorFlow server cannot be stopped, and would be waited for.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

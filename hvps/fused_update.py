@@ -72,7 +72,7 @@ def _adam(
     optimizer: Any, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor
 ) -> None:
     index = optimizer._get_variable_index(variable)
-    step = tf.cast(optimizer.iterations.value + 1, tf.float32)
+    step = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, tf.float32)
     beta_1 = tf.constant(optimizer.beta_1, tf.float32)
     beta_2 = tf.constant(optimizer.beta_2, tf.float32)
     tf.raw_ops.ResourceApplyAdam(

@@ -111,7 +111,7 @@ class RawTree:
 
     def _note(self, key: str, origin: Mapping[str, str], plain: Mapping[str, str]) -> None:
         def inside(name: str) -> bool:
-            return name == key or name.startswith(key + ".")
+            return name == key or name.startswith((key + ".", key + "["))
 
         new_origins = {name: text for name, text in origin.items() if inside(name)}
         new_origins.setdefault(key, nearest_origin(origin, key))
@@ -147,6 +147,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     }
     origins.update(_free_origins(tree.origins, "optimizer", config.optimizer.arguments()))
     origins.update(_free_origins(tree.origins, "task_args", config.task_args))
+    origins.update(_free_origins(tree.origins, "backend.cluster", config.backend.cluster or {}))
     return LoadedConfig(config, origins, file)
 
 

@@ -6,17 +6,21 @@ it is reported without it. Nothing here imports tensorflow, keras, numpy, horovo
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from hvps.cluster import Cluster
+from hvps.errors import ConfigError
 from hvps.optimizer_check import check_optimizer
 from hvps.overrides import LoadedConfig
+from hvps.ports import check_own_address, resolves, split_address, unresolvable
 from hvps.problems import Problem, raise_problems
 from hvps.source_reader import SourceReader
 from hvps.task_check import check_task
+from hvps.task_cluster import count_workers
 
 _ENGINES = {"horovod": "horovod", "mpi": "mpi4py"}
 
@@ -32,6 +36,7 @@ def preflight(loaded: LoadedConfig, cluster: Cluster) -> None:
     reader = SourceReader([os.getcwd(), *sys.path])
     problems = [
         *_check_backend(loaded, cluster, reader),
+        *_check_addresses(cluster),
         *_check_batch(loaded, cluster),
         *_check_schedule(loaded),
         *check_optimizer(loaded, reader),
@@ -56,6 +61,16 @@ def _check_backend(
                 "use backend.kind=allreduce, or start one process without a launcher",
             )
         return
+    if backend.kind == "ps":
+        if cluster.world_size is not None and reader.find("mpi4py") is None:
+            yield Problem(
+                "backend.kind: mpi4py is not installed",
+                "parameter servers and workers that a launcher starts find each other by MPI",
+                f"{loaded.received('backend.kind', backend.kind)}, {cluster.world_size} ranks by "
+                f"{cluster.source}",
+                "run `make install`, or use `hvps launch`",
+            )
+        return
     installed = {name: reader.find(package) is not None for name, package in _ENGINES.items()}
     received = loaded.received("backend.engine", backend.engine)
     if backend.engine in _ENGINES and not installed[backend.engine]:
@@ -75,22 +90,59 @@ def _check_backend(
         )
 
 
+def _check_addresses(cluster: Cluster) -> Iterator[Problem]:
+    """Of a parameter-server cluster: mine must be free, those of the others must mean something."""
+    tasks = cluster.tasks
+    if tasks is None:
+        return
+    named = [(f"ps {index}", address) for index, address in enumerate(tasks.ps)]
+    named += [(f"worker {index}", address) for index, address in enumerate(tasks.worker)]
+    known: dict[str, bool] = {}
+    for name, address in named:
+        host, _ = split_address(address)
+        if address == cluster.address:
+            try:
+                check_own_address(address, name)
+            except ConfigError as err:
+                yield _problem_of(err)
+        elif not known.setdefault(host, resolves(host)):
+            yield _problem_of(unresolvable(address, name))
+
+
+def _problem_of(err: ConfigError) -> Problem:
+    return Problem(err.what, err.rule, None if err.received is None else str(err.received), err.do)
+
+
 def _check_batch(loaded: LoadedConfig, cluster: Cluster) -> Iterator[Problem]:
     train = loaded.config.train
-    ranks = cluster.size if loaded.config.backend.kind != "local" else 1
-    unit = ranks * train.accumulate
+    parts = _batch_parts(loaded, cluster)
+    unit = math.prod(parts.values()) * train.accumulate
     if train.global_batch % unit == 0:
         return
     below = train.global_batch // unit * unit
     nearest = " or ".join(str(value) for value in (below, below + unit) if value > 0)
+    names = " x ".join([*parts, "train.accumulate"])
+    numbers = " x ".join(str(number) for number in [*parts.values(), train.accumulate])
+    counts = [f"{n} {name if n > 1 else name.removesuffix('s')}" for name, n in parts.items()]
     yield Problem(
         f"train.global_batch: {train.global_batch} cannot be shared evenly",
-        f"a multiple of ranks x train.accumulate = {ranks} x {train.accumulate} = {unit}",
+        f"a multiple of {names} = {numbers} = {unit}",
         f"{loaded.received('train.global_batch', train.global_batch)}, "
-        f"{ranks} rank{'s' if ranks > 1 else ''} ({cluster.source}), "
+        f"{', '.join(counts)} ({cluster.source}), "
         f"accumulate {train.accumulate} ({loaded.origin('train.accumulate')})",
         f"use train.global_batch={nearest}",
     )
+
+
+def _batch_parts(loaded: LoadedConfig, cluster: Cluster) -> dict[str, int]:
+    """What a batch is divided among, in words, and how many there are of each."""
+    backend = loaded.config.backend
+    if backend.kind != "ps":
+        return {"ranks": cluster.size if backend.kind != "local" else 1}
+    devices = max(1, len(backend.devices))
+    if backend.update != "sync":  # each worker computes whole batches
+        return {"devices": devices}
+    return {"workers": count_workers(loaded, cluster), "devices": devices}
 
 
 def _check_schedule(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -36,8 +36,8 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / "model.keras"
 
-    def log(self, rank: int) -> Path:
-        return self.path / "logs" / f"rank-{rank}.log"
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name.replace(' ', '-')}.log"
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file so that it is there as a whole or not at all."""

@@ -54,6 +54,8 @@ def prepare_environment(cluster: Cluster) -> None:
             received=f"the {keras.config.backend()} backend",
             do="import hvps before keras, or set KERAS_BACKEND=tensorflow",
         )
+    if cluster.role == "ps":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # it would take the memory of one otherwise
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     threads = str(threads_per_rank(cluster))

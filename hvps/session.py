@@ -9,7 +9,6 @@ from socket import gethostname
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvps.backends import Backend
 from hvps.cli import render_config
@@ -59,9 +58,9 @@ class Session:
             folder.write_text("config.yaml", render_config(config.model_dump(), loaded.origins))
             folder.write_json("run.json", launch_record(cluster, backend))
         folder = backend.broadcast(folder)
-        log_to_file(folder.log(cluster.rank))
+        log_to_file(folder.log(cluster.name))
         logger.debug(
-            "rank %d of %d, pid %d on %s", cluster.rank, cluster.size, os.getpid(), gethostname()
+            "%s of %d, pid %d on %s", cluster.name, cluster.size, os.getpid(), gethostname()
         )
         return cls(config, cluster, backend, folder, started)
 
@@ -78,9 +77,10 @@ class Session:
             optimizer=optimizer,
             loss=task.loss,
             identity={**config.model_dump(), "versions": versions()},
+            example=train_feed.example(),
         )
         steps = total_steps(config, train_feed)
-        schedule = make_schedule(config, base_rate, cluster.size, steps)
+        schedule = make_schedule(config, base_rate, backend.train_share[1], steps)
         evaluator = None
         if eval_feed is not None:
             evaluator = Evaluator(
@@ -94,7 +94,6 @@ class Session:
         return Trainer(
             config=config,
             model=model,
-            optimizer=optimizer,
             backend=backend,
             feed=train_feed,
             schedule=schedule,
@@ -110,20 +109,22 @@ class Session:
         )
 
     def _feeds(self, task: Task) -> tuple[Feed, Feed | None]:
-        config, cluster = self.config, self.cluster
+        config, backend = self.config, self.backend
         common: dict[str, Any] = {
             "global_batch": config.train.global_batch,
-            "ranks": cluster.size,
-            "rank": cluster.rank,
             "prefetch": config.train.prefetch,
         }
+        rank, ranks = backend.train_share
         train_feed = make_feed(
             task.train_data(),
             what="train_data",
+            rank=rank,
+            ranks=ranks,
+            reading_share=backend.reading_share,
             accumulate=config.train.accumulate,
             seed=config.run.seed,
             shuffle=config.train.shuffle,
-            agree=lambda count: int(self.backend.reduce([np.asarray(count, np.int64)])[0]),
+            agree=backend.agree,
             **common,
         )
         if train_feed.endless and config.train.steps is None:
@@ -133,10 +134,13 @@ class Session:
                 received="a dataset of infinite cardinality, and no train.steps",
                 do="set train.steps",
             )
+        if backend.eval_share is None:
+            return train_feed, None
         held_out = task.eval_data()
         if held_out is None:
             return train_feed, None
-        eval_feed = make_feed(held_out, what="eval_data", **common)
+        rank, ranks = backend.eval_share
+        eval_feed = make_feed(held_out, what="eval_data", rank=rank, ranks=ranks, **common)
         if eval_feed.endless:
             raise ConfigError(
                 "task: eval_data() never ends",
@@ -161,12 +165,13 @@ class Session:
         self, model: keras.Model, devices: str, schedule: Schedule, feed: Feed, steps: int | None
     ) -> None:
         config, cluster, train = self.config, self.cluster, self.config.train
-        local = train.global_batch // (cluster.size * train.accumulate)
+        ranks = self.backend.train_share[1]
+        local = train.global_batch // (ranks * train.accumulate)
         samples = f"{feed.samples:,}" if feed.samples else "unknown number of"
         lines = [
-            f"backend {self.backend.name} ({self.backend.engine}), rank {cluster.rank} of"
+            f"backend {self.backend.name} ({self.backend.engine}), {cluster.name} of"
             f" {cluster.size} ({cluster.source}), {devices}, {train.precision}",
-            f"global batch {train.global_batch} = {cluster.size} ranks × {local} local"
+            f"global batch {train.global_batch} = {ranks} rank{'s' * (ranks > 1)} × {local} local"
             f" × {train.accumulate} accumulation, learning rate {schedule.explanation}",
             f"model {model.name}: {model.count_params():,} parameters; {samples} examples,"
             f" {steps if steps is not None else 'unknown number of'} steps; run {self.folder.path}",
@@ -197,6 +202,7 @@ class Session:
             "examples_per_second": round(result.examples_per_second, 1),
             "skipped_steps": result.skipped_steps,
             "stopped_by": result.stopped_by,
+            **self.backend.report(),
             "weights_sha256": weights_sha256(model.weights),
         }
 

@@ -41,24 +41,81 @@ def loss_and_gradients(
     """
     variables = [v.value for v in model.trainable_variables]
     with tf.GradientTape() as tape:
-        loss_sum = tf.reduce_sum(per_example_loss(loss, y, forward(model, x, True)) * weight)
-        objective = loss_sum / examples
-        for penalty in model.losses:
-            objective += tf.reduce_sum(tf.cast(penalty, tf.float32)) / shares
+        objective, loss_sum = _objective(model, loss, x, y, weight, examples, shares)
         objective = optimizer.scale_loss(objective)
     gradients = tape.gradient(objective, variables)
+    return [_complete(g, v) for g, v in zip(gradients, variables, strict=True)], loss_sum
 
-    # A variable that this loss does not reach has no gradient on any rank; Keras then warns and
-    # leaves it out. Zeros keep the ranks' lists aligned and mean the same.
-    def complete(gradient: Gradient | None, variable: tf.Variable) -> Gradient:
-        if gradient is None:
-            return tf.zeros_like(variable)
-        if isinstance(gradient, tf.IndexedSlices):
-            return merge_rows(gradient)
-        gradient.set_shape(variable.shape)
-        return gradient
 
-    return [complete(g, v) for g, v in zip(gradients, variables, strict=True)], loss_sum
+def stateless_loss_and_gradients(
+    *,
+    model: keras.Model,
+    loss: Callable[[Any, Any], Any],
+    weights: list[tf.Tensor],
+    others: list[tf.Tensor],
+    x: Any,
+    y: Any,
+    weight: tf.Tensor,
+    examples: tf.Tensor,
+    shares: int,
+    tape: tf.GradientTape,
+    watched: Callable[[], list[tf.Tensor]],
+) -> tuple[list[Gradient], list[Gradient | None], list[tf.Tensor], tf.Tensor]:
+    """The same for a model whose variables live elsewhere: values come in, new values go out.
+
+    Args:
+        weights: values of `model.trainable_variables`.
+        others: values of `model.non_trainable_variables`, with the states of seed generators.
+        tape: a new tape; what is to be differentiated besides `weights` may be watched on it
+            while the model runs.
+        watched: called afterwards, gives these further tensors.
+
+    Returns:
+        Gradients of `weights`, those of the further tensors, new values of `others`, and the sum
+        of the per-example losses.
+    """
+    values = zip(
+        [*model.trainable_variables, *model.non_trainable_variables],
+        [*weights, *others],
+        strict=True,
+    )
+    with tape:
+        tape.watch(weights)
+        with keras.StatelessScope(state_mapping=values, collect_losses=True) as scope:
+            objective, loss_sum = _objective(model, loss, x, y, weight, examples, shares)
+    new = [scope.get_current_value(v) for v in model.non_trainable_variables]
+    further = watched()
+    gradients = tape.gradient(objective, [*weights, *further])
+    complete = [_complete(g, v) for g, v in zip(gradients[: len(weights)], weights, strict=True)]
+    return complete, gradients[len(weights) :], new, loss_sum
+
+
+def _objective(
+    model: keras.Model,
+    loss: Callable[[Any, Any], Any],
+    x: Any,
+    y: Any,
+    weight: tf.Tensor,
+    examples: tf.Tensor,
+    shares: int,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """This replica's part of the objective, and the sum of its per-example losses."""
+    loss_sum = tf.reduce_sum(per_example_loss(loss, y, forward(model, x, True)) * weight)
+    objective = loss_sum / examples
+    for penalty in model.losses:
+        objective += tf.reduce_sum(tf.cast(penalty, tf.float32)) / shares
+    return objective, loss_sum
+
+
+def _complete(gradient: Gradient | None, variable: Any) -> Gradient:
+    """A variable that this loss does not reach has no gradient on any rank; Keras then warns and
+    leaves it out. Zeros keep the ranks' lists aligned and mean the same."""
+    if gradient is None:
+        return tf.zeros_like(variable)
+    if isinstance(gradient, tf.IndexedSlices):
+        return merge_rows(gradient)
+    gradient.set_shape(variable.shape)
+    return gradient
 
 
 def forward(model: keras.Model, x: Any, training: bool) -> Any:

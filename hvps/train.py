@@ -13,6 +13,7 @@ from hvps.cluster import Cluster, detect_cluster
 from hvps.errors import ConfigError, report_error
 from hvps.overrides import LoadedConfig, load_config
 from hvps.preflight import preflight
+from hvps.task_cluster import place_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,26 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     cluster = Cluster(0, 1, 0, 1, "not known yet")
     try:
         cluster = detect_cluster()
-        path, overrides = split_args(sys.argv[1:] if argv is None else argv, prog="hvps.train")
-        loaded = load_config(path, overrides)
+        arguments = split_args(sys.argv[1:] if argv is None else argv, prog="hvps.train")
+        loaded = load_config(arguments.config, arguments.overrides)
+        cluster = place_task(loaded, cluster, arguments.role, arguments.index)
         preflight(loaded, cluster)
     except ConfigError as err:
         return report_error(err, cluster)
-    from hvps.failure import ends_the_job_on_error
+    if cluster.role == "evaluator":
+        print("hvps: the chief evaluates; the evaluator has nothing to do and ends")
+        return 0
+    from hvps.failure import ends_the_job_on_error, leave_at_once
 
     with ends_the_job_on_error(cluster):
-        return train(loaded, cluster)
+        code = train(loaded, cluster)
+        if loaded.config.backend.kind == "ps":
+            leave_at_once(code)
+        return code
 
 
 def train(loaded: LoadedConfig, cluster: Cluster) -> int:
     """From here on TensorFlow is needed."""
+    from hvps.backends import make_backend, meet, serve, serves
     from hvps.runtime import configure_tensorflow, prepare_environment
 
     config = loaded.config
+    cluster = meet(config, cluster)
     prepare_environment(cluster)
     devices = configure_tensorflow(config, cluster)
+    if serves(config, cluster):
+        return serve(config, cluster)
 
-    from hvps.backends import make_backend
     from hvps.session import Session
     from hvps.signals import StopSignals
     from hvps.task import load_task

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
-from hvps.backends import Backend, StepOutput
+from hvps.backends import Backend, Interval, StepOutput
 from hvps.callbacks import EarlyStopping, check_finite
 from hvps.data import Batch, Feed
-from hvps.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, TrainingError
+from hvps.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED
 from hvps.evaluation import Evaluator
 from hvps.metrics import Writers
 from hvps.progress import Progress
@@ -64,7 +63,6 @@ class Trainer:
         *,
         config: Config,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
         backend: Backend,
         feed: Feed,
         schedule: Schedule,
@@ -74,13 +72,13 @@ class Trainer:
         signals: StopSignals,
     ) -> None:
         self._config, self._backend, self._feed = config, backend, feed
-        self._optimizer, self.model = optimizer, model
+        self.model = model
         self._schedule, self._evaluator = schedule, evaluator
         self._writers, self._progress, self._signals = writers, progress, signals
         self._total = total_steps(config, feed)
         names = evaluator.names if evaluator else []
         self._early_stopping = EarlyStopping(config.train.early_stop, names)
-        self._meter = _Meter(backend.read)
+        self._meter = _Meter(backend)
         self._result = TrainingResult()
         self._epoch = 0
 
@@ -94,73 +92,74 @@ class Trainer:
             self.train_epochs()
         finally:
             self._progress.close()
-        # Some optimizers (weight averaging) have their last word here.
-        self._optimizer.finalize_variable_values(self.model.trainable_variables)
+        self._backend.finalize()
+        result, totals = self._result, self._backend.totals()
+        result.steps = totals.get("steps", result.steps)
+        result.examples = totals.get("examples", result.examples)
         self._backend.sync_model()
-        if self._evaluator and self._result.stopped_by not in ("SIGTERM", "SIGINT"):
+        if self._evaluator and result.stopped_by not in ("SIGTERM", "SIGINT"):
             self._evaluate()
         self._backend.check_weights()
-        self._result.skipped_steps = self._meter.total_skipped
+        result.skipped_steps = self._meter.total_skipped
         self._writers.close()
-        return self._result
+        return result
 
     def train_epochs(self) -> None:
         """The steps of the configuration, with records and the evaluations between them.
 
         Called again, it goes on with the same weights for as many steps more.
         """
+        train = self._config.train
         self._result.steps, self._epoch = 0, 0
-        while not self._finished():
-            steps_before = self._result.steps
-            for batch in self._feed.epoch(self._epoch):
+        work = self._backend.work(
+            self._feed,
+            total=self._total,
+            epochs=None if train.steps else train.epochs,
+            schedule=self._schedule,
+        )
+        for batch in work:
+            if batch.epoch > self._epoch:
+                self._epoch = batch.epoch
+                if train.eval_every == "epoch":
+                    self._evaluate_and_decide()
+            if self._result.stopped_by is None or self._backend.completes_dealt_steps:
                 self._step(batch)
-                if self._finished():
-                    break
-            if self._result.steps == steps_before:
-                raise TrainingError(
-                    f"no examples in epoch {self._epoch}",
-                    rule="train_data() gives the same examples each time it is read",
-                    received="an empty dataset",
-                    do="do not hand out an iterator that can be read only once",
-                )
-            self._epoch += 1
-            # The evaluation at the very end follows the loop.
-            if self._config.train.eval_every == "epoch" and not self._finished():
-                self._evaluate_and_decide()
+        self._result.stopped_by = self._result.stopped_by or self._backend.stopped_by
         self._log_train()
-
-    def _finished(self) -> bool:
-        result = self._result
-        if result.stopped_by or (self._total is not None and result.steps >= self._total):
-            return True
-        return self._config.train.steps is None and self._epoch >= self._config.train.epochs
 
     def _step(self, batch: Batch) -> None:
         train, result = self._config.train, self._result
         self._meter.start_step()
         output = self._backend.train_step(
-            batch, learning_rate=self._schedule(result.steps), stop=self._signals.votes
+            batch, learning_rate=self._schedule(batch.step), stop=self._signals.votes
         )
         self._meter.add(output, batch.examples)
-        result.steps += 1
+        before, result.steps = result.steps, batch.step + 1
         result.examples += batch.examples
         if self._meter.seen.stop_votes:
-            result.stopped_by = "SIGTERM"
+            self._stop("SIGTERM")
         elif self._meter.seen.interrupt_votes:
-            result.stopped_by = "SIGINT"
+            self._stop("SIGINT")
         self._progress.step(result.steps)
-        if result.steps % self._config.log.every == 0:
+        if _crossed(self._config.log.every, before, result.steps):
             self._log_train()
-        if train.check_every and result.steps % train.check_every == 0:
+        if _crossed(train.check_every, before, result.steps):
             self._backend.check_weights()
         every = train.eval_every
-        if isinstance(every, int) and every and result.steps % every == 0 and not self._finished():
-            self._evaluate_and_decide()
+        if isinstance(every, int) and _crossed(every, before, result.steps):
+            if result.stopped_by is None and result.steps != self._total:
+                self._evaluate_and_decide()
+
+    def _stop(self, reason: str) -> None:
+        if self._result.stopped_by is None:
+            self._result.stopped_by = reason
+            self._backend.stop(reason)
 
     def _log_train(self) -> None:
-        interval = self._meter.take()
-        self._result.train_seconds = self._meter.timed_seconds
-        self._result.timed_examples = self._meter.timed_examples
+        own = self._meter.take()
+        interval, further = self._backend.interval(own)
+        self._result.train_seconds += interval.seconds
+        self._result.timed_examples += interval.examples
         if not interval.steps:
             return
         step = self._result.steps
@@ -169,16 +168,19 @@ class Trainer:
             "learning_rate": self._schedule(step - 1),
             "examples_per_second": interval.examples_per_second,
             "skipped": float(interval.skipped),
+            **further,
         }
         self._writers.write("train", step, self._epoch, values)
         self._progress.record("train", step, values)
         check_finite(interval.loss, step, interval.steps - interval.skipped)
 
     def _evaluate_and_decide(self) -> None:
+        if self._evaluator is None:
+            return
         self._backend.sync_model()
         self._evaluate()
         if self._early_stopping(self._result.evaluation):
-            self._result.stopped_by = "early_stop"
+            self._stop("early_stop")
 
     def _evaluate(self) -> None:
         if self._evaluator is None:
@@ -198,28 +200,23 @@ def total_steps(config: Config, feed: Feed) -> int | None:
     return config.train.epochs * feed.steps_per_epoch
 
 
-@dataclass(frozen=True)
-class _Interval:
-    loss: float
-    examples_per_second: float
-    steps: int
-    skipped: int
+def _crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]; never for 0."""
+    return bool(every) and after // every > before // every
 
 
 class _Meter:
-    """Adds up what steps report, one step late: reading a step's output waits for it, so the last
-    one is left alone until the next has been handed to the device.
+    """Adds up what steps report, some steps late: reading a step's output waits for it, so the last
+    ones are left alone until further ones have been handed to the device.
 
     The first step is not timed: it is traced.
     """
 
-    def __init__(self, read: Callable[[tf.Tensor], StepOutput]) -> None:
-        self._read_output = read
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.seen = StepOutput(0.0, 0.0, 0.0, 0.0)
-        self.timed_seconds = 0.0
-        self.timed_examples = 0
         self.total_skipped = 0
-        self._pending: tuple[tf.Tensor, int] | None = None
+        self._pending: deque[tuple[Any, int]] = deque()
         self._running_since: float | None = None
         self._traced = False
         self._clear()
@@ -233,9 +230,9 @@ class _Meter:
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
-    def add(self, output: tf.Tensor, examples: int) -> None:
-        self._read()
-        self._pending = (output, examples)
+    def add(self, output: Any, examples: int) -> None:
+        self._read(leave=self._backend.depth - 1)
+        self._pending.append((output, examples))
         if not self._traced:
             self._traced = True
             self._read()
@@ -250,30 +247,28 @@ class _Meter:
             self._seconds += time.perf_counter() - self._running_since
             self._running_since = None
 
-    def take(self) -> _Interval:
+    def take(self) -> Interval:
         """What has been added since the last call."""
         self.pause()
-        interval = _Interval(
-            loss=self._loss_sum / self._loss_examples if self._loss_examples else float("nan"),
-            examples_per_second=self._examples / self._seconds if self._seconds else 0.0,
+        interval = Interval(
+            loss_sum=self._loss_sum,
+            loss_examples=self._loss_examples,
             steps=self._steps,
             skipped=self._skipped,
+            examples=self._examples,
+            seconds=self._seconds,
         )
-        self.timed_seconds += self._seconds
-        self.timed_examples += self._examples
         self._clear()
         return interval
 
-    def _read(self) -> None:
-        if self._pending is None:
-            return
-        output, examples = self._pending
-        self._pending = None
-        self.seen = self._read_output(output)
-        self._steps += 1
-        if self.seen.skipped:
-            self._skipped += 1
-            self.total_skipped += 1
-        else:
-            self._loss_sum += self.seen.loss_sum
-            self._loss_examples += examples
+    def _read(self, leave: int = 0) -> None:
+        while len(self._pending) > leave:
+            output, examples = self._pending.popleft()
+            self.seen = self._backend.read(output)
+            self._steps += 1
+            if self.seen.skipped:
+                self._skipped += 1
+                self.total_skipped += 1
+            else:
+                self._loss_sum += self.seen.loss_sum
+                self._loss_examples += examples

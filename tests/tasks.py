@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import keras
@@ -182,3 +183,102 @@ def scored_examples() -> tuple[np.ndarray, np.ndarray]:
     x = rng.normal(size=(101, 1)).astype(np.float32)
     y = (x[:, 0] + rng.normal(size=101) > 0.3).astype(np.float32)
     return x, y
+
+
+class Constant:
+    """A loss whose gradient is the same whatever the weights are, so that every order of updates
+    ends at the same weights.
+
+    Args:
+        size: number of weights; from 2 MiB on they are split over parameter servers.
+    """
+
+    def __init__(self, size: int = 1000) -> None:
+        self.size = size
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((1,))
+        layer = keras.layers.Dense(self.size, use_bias=False, kernel_initializer="zeros")
+        kept = keras.layers.Reshape((self.size,))(layer(inputs))
+        return keras.Model(inputs, kept, name="constant")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return -tf.reduce_sum(y_pred, axis=1)
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_data(self) -> Any:
+        return np.ones((64, 1), np.float32), np.zeros(64, np.float32)
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Watched:
+    """BatchNormalization and dropout whose masks can be seen: with the mask's sum as the loss, and
+    the recorded loss of each step, two equal masks in a row would show.
+    """
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((8,))
+        x = keras.layers.BatchNormalization()(inputs)
+        x = keras.layers.Dense(4)(x)
+        dropped = keras.layers.Dropout(0.5)(keras.layers.Lambda(_ones)(inputs))
+        return keras.Model(inputs, [x, dropped], name="watched")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        weights = tf.range(1.0, 257.0)
+        return tf.reduce_mean(tf.square(y_pred[0]), axis=1) * 1e-6 + tf.reduce_sum(
+            y_pred[1] * weights, axis=1
+        )
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_data(self) -> Any:
+        rng = np.random.default_rng(0)
+        return rng.normal(3.0, 2.0, (64, 8)).astype(np.float32), np.zeros(64, np.float32)
+
+    def eval_data(self) -> Any:
+        return None
+
+
+def _ones(x: Any) -> Any:
+    return tf.ones([tf.shape(x)[0], 256])
+
+
+class Paced:
+    """Counting's data, each batch fetched after a pause of HVPS_TEST_PAUSE seconds, so that one
+    task can be slower than others."""
+
+    def __init__(self, examples: int = 64) -> None:
+        self.examples = examples
+
+    def build_model(self) -> keras.Model:
+        return Counting(self.examples).build_model()
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return y_pred[:, 0]
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_data(self) -> Any:
+        return _Paced(self.examples)
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class _Paced:
+    def __init__(self, examples: int) -> None:
+        self._x = np.eye(examples, dtype=np.float32)
+        self._pause = float(os.environ.get("HVPS_TEST_PAUSE", "0"))
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(self._pause)
+        return self._x[i], np.float32(0)

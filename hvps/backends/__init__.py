@@ -6,18 +6,19 @@ outside this package imports horovod or mpi4py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
     from hvps.cluster import Cluster
     from hvps.config import Config
-    from hvps.data import Batch
+    from hvps.data import Batch, Feed
+    from hvps.schedule import Schedule
 
 
 class StepOutput(NamedTuple):
@@ -36,12 +37,64 @@ class StepOutput(NamedTuple):
     skipped: float
 
 
+@dataclass(frozen=True)
+class Interval:
+    """What happened between two records.
+
+    Attributes:
+        loss_sum: sum of per-example losses, over `loss_examples` examples.
+        steps: updates, of which `skipped` were left out.
+        examples: true examples in the steps that were timed.
+        seconds: that these steps took.
+    """
+
+    loss_sum: float
+    loss_examples: int
+    steps: int
+    skipped: int
+    examples: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.loss_examples if self.loss_examples else float("nan")
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.seconds if self.seconds else 0.0
+
+
 class Backend(Protocol):
-    """One way of running the same training step on the processes of the job."""
+    """One way of running the same training step on the processes of the job.
+
+    Attributes:
+        name: the value of `backend.kind`.
+        engine: what carries it, in words.
+        stopped_by: why the work ended early, where another process asked for it.
+        completes_dealt_steps: others wait for every step that `work` has given, also after `stop`.
+        depth: outputs of `train_step` that may be left unread while further steps are handed in.
+        train_share: (rank, ranks) among which each batch is divided.
+        reading_share: the same for datasets, which can only be read in order.
+        eval_share: the same for held-out examples; None: this process does not evaluate.
+    """
 
     name: str
     engine: str
     cluster: Cluster
+    stopped_by: str | None
+    completes_dealt_steps: bool
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def train_share(self) -> tuple[int, int]: ...
+
+    @property
+    def reading_share(self) -> tuple[int, int]: ...
+
+    @property
+    def eval_share(self) -> tuple[int, int] | None: ...
 
     def setup(
         self,
@@ -50,26 +103,52 @@ class Backend(Protocol):
         optimizer: keras.optimizers.Optimizer,
         loss: Callable[[Any, Any], Any],
         identity: dict[str, Any],
+        example: tuple[Any, Any],
     ) -> None:
         """Build the step and make all ranks start from rank 0's weights and optimizer state.
 
         Args:
             identity: what must be the same on all ranks (configuration, versions).
+            example: x and y of one example, with the axis of the batch.
 
         Raises:
-            ConfigError: the ranks differ in their model, configuration or versions.
+            ConfigError: the ranks differ in their model, configuration or versions, or the
+                backend cannot run the model or the optimizer.
         """
 
-    def train_step(
-        self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]
-    ) -> tf.Tensor:
-        """Run one update; returns float32 [4], the fields of `StepOutput`, not waited for."""
+    def work(
+        self, feed: Feed, *, total: int | None, epochs: int | None, schedule: Schedule
+    ) -> Iterator[Batch]:
+        """The batches that this process computes, each with its step, until all work is done.
 
-    def read(self, output: tf.Tensor) -> StepOutput:
+        Args:
+            total: steps of the whole run, None when the data does not know its length.
+            epochs: passes over the data, None when `total` alone counts.
+        """
+
+    def train_step(self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]) -> Any:
+        """Run one update; returns what `read` takes, not waited for."""
+
+    def read(self, output: Any) -> StepOutput:
         """Wait for a step and read what it says."""
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+    def stop(self, reason: str) -> None:
+        """Let `work` end soon, in all processes after the same updates."""
+
+    def finalize(self) -> None:
+        """The work has ended: wait until it is complete, and give the optimizer its last word."""
+
+    def interval(self, own: Interval) -> tuple[Interval, dict[str, float]]:
+        """What is recorded, given what this process saw, and further values by name."""
+
+    def totals(self) -> dict[str, int]:
+        """`steps` and `examples` of the whole run, where this process has not counted them."""
+
+    def report(self) -> dict[str, Any]:
+        """Further entries of result.json; called on the root after `finalize`."""
+
+    def agree(self, count: int) -> int:
+        """Sum of a count over the processes that divide a batch."""
 
     def reduce(self, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Element-wise sums over the ranks."""
@@ -114,6 +193,10 @@ def make_backend(config: Config, cluster: Cluster) -> Backend:
         from hvps.backends.local import LocalBackend
 
         return LocalBackend(cluster, accumulate=config.train.accumulate)
+    if config.backend.kind == "ps":
+        from hvps.backends.ps import make_ps_backend
+
+        return make_ps_backend(config, cluster)
     from hvps.backends.allreduce import AllreduceBackend
     from hvps.backends.collectives import make_collectives
     from hvps.backends.watchdog import Watchdog
@@ -125,3 +208,28 @@ def make_backend(config: Config, cluster: Cluster) -> Backend:
         collectives=make_collectives(config, cluster, watchdog),
         watchdog=watchdog,
     )
+
+
+def meet(config: Config, cluster: Cluster) -> Cluster:
+    """The cluster with the addresses of its tasks, where the processes tell them to one another.
+
+    Under mpirun a parameter-server task knows its role but not where the others listen.
+    """
+    if config.backend.kind != "ps" or cluster.tasks is not None:
+        return cluster
+    from hvps.backends.ps.addresses import exchange_addresses
+
+    return exchange_addresses(cluster)
+
+
+def serves(config: Config, cluster: Cluster) -> bool:
+    """Whether this process only serves others: a ps, or in-graph a worker that is not the chief."""
+    in_graph = config.backend.kind == "ps" and config.backend.replication == "in_graph"
+    return cluster.role == "ps" or (in_graph and not cluster.is_root)
+
+
+def serve(config: Config, cluster: Cluster) -> int:
+    """Serve until the chief has finished; returns the exit code."""
+    from hvps.backends.ps import serve_cluster
+
+    return serve_cluster(config, cluster)

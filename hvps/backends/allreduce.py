@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from hvps.backends import StepOutput
 from hvps.backends.collectives import Collectives
+from hvps.backends.identity import compare, flattened
 from hvps.backends.local import LocalBackend, by_path
 from hvps.backends.watchdog import Watchdog
 from hvps.cluster import Cluster
-from hvps.errors import ConfigError, PeerLostError, TrainingError
+from hvps.errors import PeerLostError, TrainingError
 from hvps.step import Gradient, merge_rows
 
 _SMALL_BYTES = 64 << 10  # gradients up to this size travel together, with the step's scalars
@@ -46,8 +47,11 @@ class AllreduceBackend(LocalBackend):
         optimizer: keras.optimizers.Optimizer,
         loss: Callable[[Any, Any], Any],
         identity: dict[str, Any],
+        example: tuple[Any, Any],
     ) -> None:
-        super().setup(model=model, optimizer=optimizer, loss=loss, identity=identity)
+        super().setup(
+            model=model, optimizer=optimizer, loss=loss, identity=identity, example=example
+        )
         layout = {
             name: f"{v.dtype} {tuple(v.shape)}"
             for name, v in by_path(self._shared_variables()).items()
@@ -210,17 +214,9 @@ class AllreduceBackend(LocalBackend):
 
     def _compare(self, identity: dict[str, Any]) -> None:
         """Stop before the first step if the ranks were not started alike."""
-        flat = _flattened(identity)
+        flat = flattened(identity)
         for rank, other in enumerate(self._gather(flat)):
-            for key in [*flat, *(k for k in other if k not in flat)]:
-                mine, theirs = flat.get(key, "nothing"), other.get(key, "nothing")
-                if mine != theirs:
-                    raise ConfigError(
-                        f"{key}: rank {rank} differs from rank {self.cluster.rank}",
-                        rule="all ranks run the same configuration, model and versions",
-                        received=f"{theirs} on rank {rank}, {mine} on rank {self.cluster.rank}",
-                        do="start every rank with the same command, code and environment",
-                    )
+            compare(other, flat, f"rank {rank}", f"rank {self.cluster.rank}")
 
     def close(self) -> None:
         with self._together("all ranks to finish"):
@@ -231,16 +227,6 @@ class AllreduceBackend(LocalBackend):
 def _is_small(gradient: tf.Tensor) -> bool:
     size = gradient.shape.num_elements() * gradient.dtype.size
     return gradient.dtype == tf.float32 and size <= _SMALL_BYTES
-
-
-def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flattened(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _peer_lost(err: Exception) -> PeerLostError | None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends import StepOutput
+from hvps.backends import Interval, StepOutput
 from hvps.cluster import Cluster
-from hvps.data import Batch
+from hvps.data import Batch, Feed, consecutive
 from hvps.fused_update import fuse_update
 from hvps.step import AnyBatch, Gradient, loss_and_gradients
+
+if TYPE_CHECKING:
+    from hvps.schedule import Schedule
 
 
 class LocalBackend:
@@ -26,11 +29,22 @@ class LocalBackend:
 
     name = "local"
     engine = "none"
+    stopped_by: str | None = None
+    completes_dealt_steps = False
+    depth = 1  # reading an output waits for its step; the next one is handed in first
 
     def __init__(self, cluster: Cluster, *, accumulate: int) -> None:
         self.cluster = cluster
         self._shares = accumulate * cluster.size
         self._accumulate = accumulate
+        self._stop_asked = False
+
+    @property
+    def train_share(self) -> tuple[int, int]:
+        return self.cluster.rank, self.cluster.size
+
+    reading_share = train_share
+    eval_share = train_share
 
     def setup(
         self,
@@ -39,6 +53,7 @@ class LocalBackend:
         optimizer: keras.optimizers.Optimizer,
         loss: Callable[[Any, Any], Any],
         identity: dict[str, Any],
+        example: tuple[Any, Any],
     ) -> None:
         self._model, self._optimizer, self._loss = model, optimizer, loss
         fuse_update(optimizer)
@@ -51,6 +66,35 @@ class LocalBackend:
         self._loss_buffer = tf.Variable(0.0, trainable=False, name="accumulated_loss")
         self._add = AnyBatch(self._add_body)
         self._update = AnyBatch(self._update_body)
+
+    def work(
+        self, feed: Feed, *, total: int | None, epochs: int | None, schedule: Schedule
+    ) -> Iterator[Batch]:
+        self._stop_asked = False
+        for batch in consecutive(feed, total=total, epochs=epochs):
+            if self._stop_asked:
+                return
+            yield batch
+
+    def stop(self, reason: str) -> None:
+        """All ranks decide this after the same step."""
+        self._stop_asked = True
+
+    def finalize(self) -> None:
+        # Some optimizers (weight averaging) have their last word here.
+        self._optimizer.finalize_variable_values(self._model.trainable_variables)
+
+    def interval(self, own: Interval) -> tuple[Interval, dict[str, float]]:
+        return own, {}
+
+    def totals(self) -> dict[str, int]:
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def agree(self, count: int) -> int:
+        return int(self.reduce([np.asarray(count, np.int64)])[0])
 
     def train_step(
         self, batch: Batch, *, learning_rate: float, stop: tuple[bool, bool]
@@ -102,9 +146,11 @@ class LocalBackend:
         # Reduced before the outermost optimizer, which may clip, or skip what is not finite: all
         # ranks then decide alike.
         self._optimizer.learning_rate.assign(controls[0])
-        before = tf.identity(self._optimizer.iterations.value)
+        # Not `iterations`, which counts by accumulated updates where the optimizer accumulates.
+        counter = getattr(self._optimizer, "inner_optimizer", self._optimizer)._iterations
+        before = tf.identity(counter.value)
         self._optimizer.apply(gradients, self._model.trainable_variables)
-        applied = tf.cast(self._optimizer.iterations.value - before, tf.float32)
+        applied = tf.cast(counter.value - before, tf.float32)
         return tf.concat([scalars, [1.0 - applied]], 0)
 
     def _reduce(
@@ -115,9 +161,6 @@ class LocalBackend:
 
     def read(self, output: tf.Tensor) -> StepOutput:
         return StepOutput(*np.asarray(output).tolist())
-
-    def any(self, flag: bool) -> bool:
-        return bool(self.reduce([np.asarray(float(flag))])[0] > 0)
 
     def reduce(self, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.asarray(value) for value in sums]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvps.cluster import ALONE, Cluster, detect_cluster
+from hvps.cluster import ALONE, Cluster, Tasks, detect_cluster
 from hvps.errors import ConfigError
 
 HOROVOD = {
@@ -167,3 +167,20 @@ def test_roles() -> None:
     assert (alone.is_root, alone.launched) == (True, False)
     assert (second.is_root, second.launched) == (False, True)
     assert detect_cluster({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}).is_root
+
+
+def test_a_parameter_server_is_no_root() -> None:
+    tasks = Tasks(("a:1", "b:1"), ("c:1", "d:1"))
+    server = Cluster(0, 2, 0, 1, "test", role="ps", tasks=tasks)
+    assert (server.is_root, server.name, server.address) == (False, "ps 0", "a:1")
+    chief = Cluster(0, 2, 0, 1, "test", tasks=tasks)
+    assert (chief.is_root, chief.name, chief.address) == (True, "worker 0", "c:1")
+    evaluator = Cluster(0, 1, 0, 1, "test", role="evaluator", tasks=tasks)
+    assert (evaluator.is_root, evaluator.name, evaluator.address) == (False, "evaluator 0", None)
+
+
+def test_names_before_addresses_are_known() -> None:
+    assert Cluster(1, 2, 0, 1, "test").name == "rank 1"
+    assert Cluster(1, 2, 0, 1, "test").address is None
+    assert Cluster(1, 2, 0, 1, "test", world_rank=3, world_size=4).name == "worker 1"
+    assert Cluster(1, 2, 0, 1, "test", role="ps", world_rank=1, world_size=4).name == "ps 1"

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from hvps.cli import main, render_config
-from hvps.cli_args import split_args
+from hvps.cli_args import Arguments, split_args
 from hvps.config import Config, leaf_fields
 from hvps.config_base import rule_of
 from hvps.config_validate import suggest_key
@@ -189,6 +189,46 @@ def test_suggestion_without_anything_near() -> None:
     assert "train has the keys epochs" in (suggest_key("train.zzz") or "")
 
 
+# Parameter servers
+
+CLUSTER = "{ps: [127.0.0.1:33331], worker: [h:80,h:81]}"
+
+
+def test_a_cluster_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    yaml = "backend:\n  cluster:\n    ps:\n      - 10.0.0.1:80\n    chief: [host-a.b:65535]\n"
+    loaded = load(tmp_path, yaml)
+    assert loaded.config.backend.cluster == {"ps": ["10.0.0.1:80"], "chief": ["host-a.b:65535"]}
+    assert loaded.origin("backend.cluster.chief").endswith("my.yaml:5")
+    merged = load(tmp_path, yaml, "backend.cluster.ps=['[::1]:1']")
+    assert merged.config.backend.cluster == {"ps": ["[::1]:1"], "chief": ["host-a.b:65535"]}
+    replaced = load(tmp_path, yaml, "backend.cluster=null", f"backend.cluster={CLUSTER}")
+    assert replaced.config.backend.cluster == {
+        "ps": ["127.0.0.1:33331"],
+        "worker": ["h:80", "h:81"],
+    }
+    assert load(tmp_path, yaml, "backend.cluster=null").config.backend.cluster is None
+
+
+def test_a_cluster_is_printed_so_that_it_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["backend.cluster={work: ['[::1]:2'], ps: [a:1]}", "backend.devices=[cpu:0, gpu:1]"]
+    assert main(["config", *overrides]) == 0
+    assert load(tmp_path, capsys.readouterr().out).config == load_config(None, overrides).config
+
+
+def test_only_the_kind_has_to_be_changed() -> None:
+    """What is said for parameter servers does not stand in the way of other backends."""
+    sync = "backend={update: sync, backup_workers: 1, num_ps: 2, log_placement: true}"
+    others = f"backend={{update: bounded, max_staleness: 3, worker_steps: [1], cluster: {CLUSTER}}}"
+    for given in (sync, others, "backend={pipeline: 4, devices: [cpu:0]}"):
+        for kind in ("local", "allreduce", "ps"):
+            assert load_config(None, [given, f"backend.kind={kind}"]).config.backend.kind == kind
+    for kind in ("local", "allreduce"):  # there, even what does not fit together
+        load_config(None, [f"backend={{kind: {kind}, update: bounded, pipeline: 3}}"])
+        load_config(None, [f"backend.kind={kind}", "train.precision=mixed_float16"])
+
+
 def test_yaml_duplicates_and_lines() -> None:
     with pytest.raises(YamlError, match=r"a\.b is there twice, first in line 2") as caught:
         parse_yaml("a:\n  b: 1\n  c: 2\n  b: 3\n")
@@ -257,11 +297,28 @@ def test_shipped_configurations_load(file: Path) -> None:
 
 
 def test_split_args() -> None:
-    assert split_args([], "hvps.train") == (None, [])
-    assert split_args(["a=1", "x.yaml", "b=2"], "hvps.train") == ("x.yaml", ["a=1", "b=2"])
+    assert split_args([], "hvps.train") == Arguments(None, [])
+    found = split_args(["a=1", "x.yaml", "b=2"], "hvps.train")
+    assert found == Arguments("x.yaml", ["a=1", "b=2"], None, None)
     for wrong in (["a", "b"], ["--x"], ["-n", "3"]):
         with pytest.raises(ConfigError):
             split_args(wrong, "hvps.train")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--role", "ps", "--index", "1"], ["--index=1", "--role=ps"], ["--role", "ps", "--index=1"]],
+)
+def test_role_and_index(options: list[str]) -> None:
+    found = split_args(["x.yaml", *options, "a=1"], "hvps.train")
+    assert found == Arguments("x.yaml", ["a=1"], "ps", 1)
+    for other in ("hvps config", "hvps launch"):
+        with pytest.raises(ConfigError, match="unknown option"):
+            split_args(options, other)
+
+
+def test_the_chief_needs_no_index() -> None:
+    assert split_args(["--role=chief"], "hvps.train") == Arguments(None, [], "chief", 0)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +329,10 @@ def test_split_args() -> None:
         ([], 0, "commands:"),
         (["config", "--help"], 0, "usage: hvps config"),
         (["confg"], 2, "did you mean config?"),
+        (["lauch"], 2, "did you mean launch?"),
+        (["launch", "--help"], 0, "usage: hvps launch [CONFIG] [section.key=value ...]\n"),
+        (["launch", "--role=ps"], 2, "unknown option"),
+        (["train", "--help"], 0, "[--role ROLE --index N]"),
         (["config", "--x"], 2, "unknown option"),
         (["config", "train.epochs=x"], 2, "train.epochs: not an integer"),
     ],

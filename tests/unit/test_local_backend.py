@@ -18,6 +18,7 @@ from hvps.overrides import load_config
 from hvps.runtime import seed_rank
 from hvps.schedule import make_schedule
 
+NO_EXAMPLE: tuple[None, None] = (None, None)
 ALONE = Cluster(0, 1, 0, 1, "test")
 EXAMPLES, BATCH, EPOCHS = 50, 16, 3
 # The same operations in the same order: no bit differs, at least on a CPU.
@@ -78,7 +79,7 @@ def started(
 ) -> LocalBackend:
     optimizer.build(model.trainable_variables)
     backend = LocalBackend(ALONE, accumulate=accumulate)
-    backend.setup(model=model, optimizer=optimizer, loss=loss, identity={})
+    backend.setup(model=model, optimizer=optimizer, loss=loss, identity={}, example=NO_EXAMPLE)
     return backend
 
 
@@ -481,8 +482,6 @@ def test_one_process_agrees_with_itself() -> None:
     config = load_config(None, ["backend.kind=local", "train.accumulate=2"]).config
     backend = make_backend(config, ALONE)
     assert (backend.name, backend.engine, backend.cluster) == ("local", "none", ALONE)
-    assert backend.any(True) is True
-    assert backend.any(False) is False
     sums = backend.reduce([np.arange(3), np.float64(2.5)])
     assert [np.asarray(value).tolist() for value in sums] == [[0, 1, 2], 2.5]
     assert backend.broadcast({"a": 1}) == {"a": 1}

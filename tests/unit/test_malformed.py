@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI_", "MPI_", "SLURM_")
+LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TF_CONFIG")
 
 # The first test waits for all of the processes.
 pytestmark = pytest.mark.timeout(600)
@@ -114,6 +114,19 @@ def ranks(size: int, rank: int = 0) -> dict[str, str]:
     return {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_RANK": str(rank)}
 
 
+PS, SYNC, IN_GRAPH = "backend.kind=ps", "backend.update=sync", "backend.replication=in_graph"
+CHIEF = ("--role=worker", "--index=0")
+HERE = "backend.cluster={ps: [127.0.0.1:33331], worker: [127.0.0.1:33333, 127.0.0.1:33334]}"
+CLUSTER_FILE = """\
+backend:
+  cluster:
+    ps:
+      - a:3333
+    work:
+      - b:3333
+      - c:70000
+"""
+
 CASES = (
     # the file itself
     text("x.yaml", "- 1\n- 2\n", says="a list"),
@@ -190,8 +203,7 @@ CASES = (
     over("run.dir", "run.dir=''", says="empty"),
     over("run.resume", "run.resume=auto", says="not in this version yet"),
     over("run.resume", "run.resume=runs/old", says="not in this version yet"),
-    over("backend.kind", "backend.kind=ps", says="not in this version yet"),
-    over("backend.kind", "backend.kind=horovod", says="one of local, allreduce"),
+    over("backend.kind", "backend.kind=horovod", says="one of local, allreduce, ps"),
     over("backend.engine", "backend.engine=nccl"),
     over("backend.stall_timeout", "backend.stall_timeout=0"),
     over("optimizer.learning_rate", "optimizer.learning_rate=.nan", says="finite"),
@@ -223,6 +235,50 @@ CASES = (
     over("train.early_stop.min_delta", "train.early_stop.min_delta=0.1", says="patience is 0"),
     over("train.early_stop.patience", "train={eval_every: 0, early_stop: {patience: 2}}"),
     over("backend.engine", "backend={kind: local, engine: mpi}", says="ignored"),
+    # parameter servers
+    over("backend.kind", "backend.kind=ps", says="hvps launch CONFIG"),
+    over("backend.kind", "backend.kind=pss", says="did you mean backend.kind=ps?"),
+    over("backend.update", "backend.update=asynch", says="did you mean backend.update=async?"),
+    over("backend.num_ps", "backend.num_ps=0", says=">= 1"),
+    over("backend.num_workers", "backend.num_workers=0", says=">= 1"),
+    over("backend.worker_steps", "backend.worker_steps=[5, 0]", says="one per worker"),
+    over("backend.worker_steps", "backend.worker_steps=[5, true]", says="a list of integers"),
+    over("backend.worker_steps", "backend.worker_steps=5", says="a list of integers"),
+    over("backend.devices", "backend.devices=[gpu]", says="gpu is not a device"),
+    over("backend.devices", "backend.devices=[cpu:0, cpu:0]", says="twice"),
+    over("backend.devices", "backend.devices=cpu:0", says="not a list"),
+    over("backend.pipeline", "backend.pipeline=9", says="<= 8"),
+    over("backend.backup_workers", PS, "backend.backup_workers=1", says="update is async"),
+    over("backend.max_staleness", PS, "backend.max_staleness=3", says="update is async"),
+    over("backend.pipeline", PS, "backend={update: sync, pipeline: 2}", says="update is sync"),
+    over("backend.pipeline", PS, IN_GRAPH, "backend.pipeline=2", says="in_graph"),
+    over("backend.worker_steps", PS, IN_GRAPH, "backend.worker_steps=[1, 1]", says="in_graph"),
+    over("backend.update", PS, IN_GRAPH, "backend.update=bounded", says="between_graph"),
+    over("train.precision", PS, "train.precision=mixed_float16", says="mixed_bfloat16"),
+    over("backend.cluster", "backend.cluster=here", says="not a mapping"),
+    over("backend.cluster", "backend.cluster={worker: [a:1]}", says="no ps"),
+    over("backend.cluster.worker", "backend.cluster={ps: [a:1], worker: []}", says="no worker"),
+    over("backend.cluster.ps", "backend.cluster={ps: a:1, worker: [b:1]}", says="ps: [a:1]"),
+    over("backend.cluster.ps[0]", "backend.cluster.ps=[33331]", says="127.0.0.1:33331"),
+    text("backend.cluster.work[1]", CLUSTER_FILE, says="x.yaml:7"),
+    over("backend.cluster", PS, "backend.cluster={ps: [a:1], worker: [b]}", says="worker[0]: not"),
+    over("--role", "--role", "ps", "--index", "0", says="backend.kind=ps"),
+    over("--role", "--role=pss", "--index=0", says="did you mean ps?"),
+    over("--role", "--index=0", says="missing"),
+    over("--index", "--role", "ps", says="missing"),
+    over("--index", "--role", "ps", "--index", "one", says="an integer"),
+    over("--index", "--role", "ps", "--index", "-1", says="an integer"),
+    over("backend.cluster", PS, "--role=ps", "--index=0", says="missing"),
+    over("backend.cluster", PS, HERE, "--role=ps", "--index=1", says="there is no ps 1"),
+    over(
+        "backend.worker_steps", PS, HERE, "--role=worker", "--index=0", "backend.worker_steps=[1]"
+    ),
+    over("--role", PS, HERE, "--role=worker", "--index=0", "--role", says="no such role"),
+    over("TF_CONFIG", PS, env={"TF_CONFIG": "{"}, says="not JSON"),
+    over("TF_CONFIG", PS, env={"TF_CONFIG": "[]"}, says="not an object"),
+    over("TF_CONFIG.cluster", PS, env={"TF_CONFIG": "{}"}, says="not a mapping"),
+    over("backend.num_ps", PS, env=ranks(1), says="at least 2 ranks"),
+    over("train.global_batch", PS, SYNC, "train.global_batch=7", env=ranks(3, 1), says="2 workers"),
     # the optimizer, by the installed Keras
     over("optimizer.name", "optimizer.name=adan", says="did you mean Adam?"),
     over("optimizer.name", "optimizer.name=LossScaleOptimizer", says="train.precision"),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hvps.cluster import Cluster
+from hvps.cluster import ALONE, Cluster
 from hvps.errors import ConfigError, report_error
 from hvps.optimizer_check import canonical_optimizer_name
 from hvps.overrides import load_config
+from hvps.ports import free_ports
 from hvps.preflight import preflight
 from hvps.problems import InvalidConfigError
 from hvps.source_reader import ClassSource, SourceReader
+from hvps.task_cluster import place_task
 
 METHODS = "".join(
     f"    def {name}(self, *args): return 1\n"
@@ -309,6 +313,87 @@ def test_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_local_with_many_processes() -> None:
     assert problem("backend.kind=local", size=2).startswith("backend.kind: local is one process")
+
+
+# Parameter servers
+
+
+def placed(*overrides: str, role: str = "worker", index: int = 0) -> None:
+    loaded = load_config(None, ["backend.kind=ps", *overrides])
+    preflight(loaded, place_task(loaded, Cluster(0, 1, 0, 1, ALONE), role, index, env={}))
+
+
+def local_cluster() -> str:
+    ps, *workers = (f"127.0.0.1:{port}" for port in free_ports(3))
+    return f"backend.cluster={{ps: [{ps}], worker: [{', '.join(workers)}]}}"
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "rule"),
+    [
+        ("{update: async}", "64, accumulate: 3", "devices x train.accumulate = 1 x 3 = 3"),
+        ("{devices: [cpu:0, cpu:1]}", "63", "devices x train.accumulate = 2 x 1 = 2"),
+        ("{update: bounded, devices: [cpu:0, cpu:1]}", "63", "2 x 1 = 2"),
+        ("{update: sync}", "63", "workers x devices x train.accumulate = 2 x 1 x 1 = 2"),
+        ("{update: sync, replication: in_graph}", "63", "2 x 1 x 1 = 2"),
+        ("{update: sync, devices: [cpu:0, cpu:1, cpu:2]}", "64, accumulate: 2", "2 x 3 x 2 = 12"),
+    ],
+)
+def test_batch_with_parameter_servers(options: str, wrong: str, rule: str) -> None:
+    cluster = local_cluster()
+    placed(cluster, f"backend={options}", "train.global_batch=60")
+    for role in ("worker", "ps"):
+        with pytest.raises(ConfigError) as caught:
+            placed(cluster, f"backend={options}", f"train={{global_batch: {wrong}}}", role=role)
+        assert rule in str(caught.value.rule)
+
+
+def test_an_async_worker_computes_whole_batches() -> None:
+    placed(local_cluster(), "train.global_batch=63")
+
+
+def test_own_port_in_use() -> None:
+    cluster = local_cluster()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        mine = [cluster, f"backend.cluster.ps=[127.0.0.1:{port}]"]
+        with pytest.raises(ConfigError, match=f"ps 0: port {port} is in use by pid {os.getpid()}"):
+            placed(*mine, role="ps")
+        placed(*mine)  # to a worker it is the other's, which may run already
+
+
+def test_hosts_without_an_address() -> None:
+    cluster = "backend.cluster={ps: [127.0.0.1:1, no-such.invalid:1], worker: [no-such.invalid:2]}"
+    with pytest.raises(InvalidConfigError) as caught:
+        placed(cluster)
+    assert [found.what for found in caught.value.problems] == [
+        "ps 1: the host no-such.invalid has no address",
+        "worker 0: the host no-such.invalid has no address",
+    ]
+
+
+def test_mpi4py_must_be_installed_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SourceReader.find
+    monkeypatch.setattr(
+        SourceReader, "find", lambda self, name: None if name == "mpi4py" else real(self, name)
+    )
+    loaded = load_config(None, ["backend.kind=ps"])
+    cluster = place_task(loaded, Cluster(0, 3, 0, 3, "OMPI_COMM_WORLD_*"), None, None, env={})
+    with pytest.raises(ConfigError, match=r"backend\.kind: mpi4py is not installed"):
+        preflight(loaded, cluster)
+    placed(local_cluster())
+
+
+def test_only_the_chief_looks_at_the_run_folder(folder: Path) -> None:
+    (folder / "runs/full").mkdir(parents=True)
+    (folder / "runs/full/x").write_text("")
+    cluster = local_cluster()
+    placed(cluster, "run.name=full", role="ps")
+    placed(cluster, "run.name=full", index=1)
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        placed(cluster, "run.name=full")
 
 
 def test_run_folder(folder: Path) -> None:

@@ -206,7 +206,7 @@ def test_the_model_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
 def test_other_ranks_are_told_where_it_is(tmp_path: Path) -> None:
     """It travels to them by pickle."""
     run = pickle.loads(pickle.dumps(RunDirectory(tmp_path)))
-    assert run.log(3) == tmp_path / "logs" / "rank-3.log"
+    assert run.log("rank 3") == tmp_path / "logs" / "rank-3.log"
 
 
 def test_versions_of_what_matters() -> None:

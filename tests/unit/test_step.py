@@ -400,6 +400,7 @@ def test_the_step_of_a_backend_tells_of_a_scalar_loss() -> None:
         optimizer=optimizer,
         loss=lambda y, p: tf.reduce_mean(squared(y, p)),
         identity={},
+        example=(None, None),
     )
     x, y = rows(4)
     batch = Batch((MicroBatch(x, y, tf.ones(4)),), 4)

@@ -1,0 +1,169 @@
+"""A task's line to the coordinator: calls that may wait, and beats that show it is alive."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from hvps.backends.ps.wire import ConnectionLost, connect, receive, send
+from hvps.errors import ConfigError, PeerLostError
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class Control:
+    """Connection of one task.
+
+    When the coordinator says that the cluster is over, or is not heard of for `timeout` seconds,
+    the process is ended from the thread that listens: the main thread may be deep in TensorFlow,
+    waiting for a task that is gone.
+
+    Args:
+        host, port, token: of the coordinator.
+        task: this task's name, as in "worker 1".
+        coordinator: name and address of the task that hosts the coordinator, for messages.
+        timeout: seconds of silence that are borne.
+
+    Raises:
+        ConfigError: a task of this name is here already.
+        PeerLostError: the coordinator cannot be reached.
+    """
+
+    def __init__(
+        self, host: str, port: int, token: str, *, task: str, coordinator: str, timeout: float
+    ) -> None:
+        self._address, self._token, self._task = (host, port), token, task
+        self._coordinator, self._timeout = coordinator, timeout
+        self._local = threading.local()
+        self._over = threading.Event()
+        self._leaving = False
+        beats = self._open("beats")
+        threading.Thread(target=self._beat, args=(beats,), name="hvps-beats", daemon=True).start()
+
+    def _open(self, kind: str) -> socket.socket:
+        try:
+            connection = connect(*self._address, _CONNECT_TIMEOUT_S)
+            where = f"pid {os.getpid()} on {socket.gethostname()}"
+            hello = {"token": self._token, "kind": kind, "task": self._task, "where": where}
+            send(connection, hello)
+        except (OSError, ConnectionLost) as err:
+            raise self._lost(err) from err
+        return connection
+
+    def _lost(self, err: Exception) -> PeerLostError:
+        return PeerLostError(
+            f"{self._coordinator} is gone",
+            rule="training needs every parameter server",
+            received=str(err),
+            do=f"look for the first error in the output of {self._coordinator}",
+        )
+
+    # --- beats ---
+
+    def _beat(self, connection: socket.socket) -> None:
+        try:
+            while True:
+                leaving = self._leaving
+                send(connection, {"left": leaving})
+                answer = receive(connection, self._timeout)
+                if "refused" in answer:
+                    self._end(_taken(self._task, answer["refused"]))
+                if answer["abort"]:
+                    self._end(_aborted(answer["abort"]))
+                if answer["done"] or leaving:
+                    self._over.set()
+                    return
+        except ConnectionLost as err:
+            if self._leaving:
+                self._over.set()
+                return
+            silent = "silent" in str(err)
+            what = f"stands still: it was {err}" if silent else "died"
+            self._end(_aborted(f"{self._coordinator} {what}"))
+
+    def _end(self, err: PeerLostError | ConfigError) -> None:
+        if self._leaving:
+            self._over.set()
+            return
+        sys.stdout.flush()
+        print(f"hvps: error: {self._task} ends: {err}", file=sys.stderr, flush=True)
+        os._exit(err.exit_code)
+
+    def wait_until_done(self) -> None:
+        """Wait until the chief has finished; the process ends here if the cluster fails."""
+        self._over.wait()
+
+    def leave(self) -> None:
+        """Say that this task ends in order, and wait until that is known."""
+        self._leaving = True
+        self._over.wait(self._timeout)
+
+    # --- calls ---
+
+    def call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the coordinator; waits as long as it takes, for the beats watch over it.
+
+        Raises:
+            PeerLostError: the cluster is over.
+        """
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._open("calls")
+        try:
+            send(connection, {"verb": verb, **arguments})
+            answer = receive(connection, None)
+        except ConnectionLost as err:
+            raise self._lost(err) from err
+        if "over" in answer:
+            raise _aborted(answer["over"])
+        return answer
+
+    def publish(self, key: str, value: Any) -> None:
+        self.call("publish", key=key, value=value)
+
+    def lookup(self, key: str) -> Any:
+        return self.call("lookup", key=key)["value"][0]
+
+
+def _aborted(text: str) -> PeerLostError:
+    return PeerLostError(
+        text,
+        rule="training goes on only while every task that it needs is there",
+        do="look for the first error in the output of that task",
+    )
+
+
+def _taken(task: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"launch: {text}",
+        rule="each task of the cluster runs once",
+        received=f"a second {task}",
+        do="give every process an index of its own, or end the other one first",
+    )
+
+
+def wait_for_port(host: str, port: int, *, task: str, timeout: float) -> None:
+    """Wait until something listens at `host:port`.
+
+    Raises:
+        PeerLostError: it did not within `timeout` seconds; names the task.
+    """
+    deadline = time.monotonic() + timeout
+    reason = ""
+    while time.monotonic() < deadline:
+        try:
+            connect(host, port, min(5.0, timeout)).close()
+            return
+        except OSError as err:
+            reason = err.strerror or str(err)
+            time.sleep(0.1)
+    raise PeerLostError(
+        f"{task} did not come within {timeout:g} s",
+        rule="every task of the cluster is started",
+        received=f"{host}:{port}: {reason}",
+        do=f"start {task}, or raise backend.stall_timeout if it only starts slowly",
+    )

@@ -1,0 +1,340 @@
+"""The place where the tasks of a cluster agree: a small service in the process of ps 0.
+
+It deals out steps, holds back who is too far ahead, keeps values that one task has for the others,
+and watches: every task keeps a connection open on which it is heard from at least once a second.
+When one that cannot be done without is gone, all others are told its name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvps.backends.ps.run_state import RunState
+from hvps.backends.ps.wire import ConnectionLost, receive, send
+from hvps.cluster import Tasks
+
+BEAT_S = 0.5
+_HELLO_TIMEOUT_S = 10.0
+
+
+@dataclass
+class _Member:
+    """A task that is connected, or was."""
+
+    where: str
+    state: str  # "here", "left", "lost"
+    beats: socket.socket | None
+
+
+class Coordinator:
+    """Serves the tasks of one cluster until the chief says that all is done.
+
+    Args:
+        tasks: the cluster.
+        host: address to listen on.
+        timeout: seconds of silence after which a task counts as gone.
+        tolerant: training goes on without a worker that dies, unless it is the chief.
+    """
+
+    def __init__(self, tasks: Tasks, host: str, timeout: float, *, tolerant: bool) -> None:
+        self.token = secrets.token_hex(16)
+        self.applied_steps: Callable[[int, int], int] | None = None
+        self._tasks, self._timeout, self._tolerant = tasks, timeout, tolerant
+        self._changed = threading.Condition()
+        self._members: dict[str, _Member] = {}
+        self._board: dict[str, Any] = {}
+        self._answering = 0
+        self._sums: dict[str, list[int]] = {}
+        self._runs: dict[int, RunState] = {}
+        self._run_number = 0
+        self.abort_text: str | None = None
+        self.done = False
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="hvps-coordinator", daemon=True).start()
+
+    # --- the process that hosts it ---
+
+    def wait_until_over(self) -> str | None:
+        """Wait for the end; returns why it came too early, or None when all is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.done or self.abort_text is not None)
+            return self.abort_text
+
+    def linger(self, seconds: float) -> None:
+        """Let the tasks that are still here hear of the end before this process leaves."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    not self._answering and all(m.state != "here" for m in self._members.values())
+                ),
+                max(0.0, deadline - time.monotonic()),
+            )
+
+    def abort(self, text: str) -> None:
+        """Tell everyone that it is over, and why."""
+        with self._changed:
+            if self.abort_text is None and not self.done:
+                self.abort_text = text
+            self._changed.notify_all()
+
+    # --- connections ---
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                hello = receive(connection, _HELLO_TIMEOUT_S)
+                if not hmac.compare_digest(str(hello.get("token")), self.token):
+                    return
+                if hello["kind"] == "beats":
+                    self._watch(connection, hello["task"], hello["where"])
+                else:
+                    self._serve(connection, hello["task"])
+            except (ConnectionLost, KeyError):
+                return
+
+    def _watch(self, connection: socket.socket, task: str, where: str) -> None:
+        """One task's beats, from its arrival to its end."""
+        with self._changed:
+            before = self._members.get(task)
+            if before is not None and before.state == "here":
+                send(connection, {"refused": f"{task} is here already: {before.where}"})
+                return
+            me = _Member(where, "here", connection)
+            self._members[task] = me
+            self._changed.notify_all()
+        reason = "died"
+        try:
+            while True:
+                if receive(connection, self._timeout).get("left"):
+                    me.state = "left"
+                with self._changed:
+                    self._changed.wait_for(self._is_over, BEAT_S if me.state == "here" else 0)
+                    answer = {"abort": self.abort_text, "done": self.done}
+                send(connection, answer)
+                if me.state == "left" or self._is_over():
+                    break
+        except ConnectionLost as err:
+            reason = "stands still: it was " + str(err) if "silent" in str(err) else "died"
+        with self._changed:
+            if me.state == "here" and not self._is_over():
+                me.state = "lost"
+                self._lose(task, f"{task} ({where}) {reason}")
+            elif me.state == "here":
+                me.state = "left"
+            self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self.done or self.abort_text is not None
+
+    def _lose(self, task: str, text: str) -> None:
+        role, _, index = task.partition(" ")
+        if role != "worker" or index == "0" or not self._tolerant:
+            self.abort_text = self.abort_text or text
+            return
+        self._board["news"] = text
+        number, worker = self._run_number, int(index)
+        run = self._runs.get(number)
+        if run is None:
+            return
+        applied = 0
+        if self.applied_steps is not None:
+            self._changed.release()  # it asks TensorFlow, which may take a while
+            try:
+                applied = self.applied_steps(number, worker)
+            finally:
+                self._changed.acquire()
+        run.lose(worker, applied)
+
+    # --- calls ---
+
+    def _serve(self, connection: socket.socket, task: str) -> None:
+        while True:
+            message = receive(connection, None)
+            verb = message.pop("verb")
+            with self._changed:
+                self._answering += 1
+            try:
+                answer = getattr(self, f"do_{verb}")(task, **message)
+            except _Over as over:
+                answer = {"over": str(over)}
+            try:
+                send(connection, answer)
+            finally:
+                with self._changed:
+                    self._answering -= 1
+                    self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], Any]) -> Any:
+        """Wait, under the lock, until `condition` gives something that is not None or False."""
+        found: list[Any] = [None]
+
+        def ready() -> bool:
+            found[0] = condition()
+            return self._is_over() or found[0] not in (None, False)
+
+        self._changed.wait_for(ready)
+        if found[0] in (None, False):
+            raise _Over(self.abort_text or "the cluster has ended")
+        return found[0]
+
+    def do_publish(self, task: str, key: str, value: Any) -> dict[str, Any]:
+        with self._changed:
+            self._board[key] = value
+            self._changed.notify_all()
+        return {}
+
+    def do_lookup(self, task: str, key: str) -> dict[str, Any]:
+        with self._changed:
+            return {"value": self._wait(lambda: [self._board[key]] if key in self._board else None)}
+
+    def do_add_up(self, task: str, key: str, value: int, parties: int) -> dict[str, Any]:
+        """Sum of a value over `parties` tasks, when all have given theirs."""
+        with self._changed:
+            entry = self._sums.setdefault(key, [0, 0])
+            entry[0] += 1
+            entry[1] += value
+            if entry[0] == parties:  # whoever waits holds the entry itself
+                del self._sums[key]
+                self._changed.notify_all()
+            self._wait(lambda: entry[0] >= parties)
+            return {"sum": entry[1]}
+
+    def do_news(self, task: str) -> dict[str, Any]:
+        with self._changed:
+            return {"text": self._board.pop("news", None)}
+
+    def do_begin_run(self, task: str, number: int, spec: dict[str, Any]) -> dict[str, Any]:
+        with self._changed:
+            self._runs[number] = RunState(spec)
+            self._run_number = number
+            self._changed.notify_all()
+        return {}
+
+    def do_set_ready(self, task: str, number: int) -> dict[str, Any]:
+        with self._changed:
+            self._runs[number].ready = True
+            self._changed.notify_all()
+        return {}
+
+    def do_join(self, task: str, number: int, worker: int) -> dict[str, Any]:
+        """Wait until the chief has made the variables."""
+        with self._changed:
+
+            def ready() -> RunState | None:
+                run = self._runs.get(number)
+                return run if run is not None and run.ready else None
+
+            run = self._wait(ready)
+            return {"finished": run.join(worker), "spec": run.spec}
+
+    def do_claim(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
+        with self._changed:
+            run = self._runs[number]
+            self._report(run, worker, done)
+            answer: dict[str, Any] = self._wait(lambda: run.claim(worker))
+            return answer
+
+    def do_report(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
+        with self._changed:
+            self._report(self._runs[number], worker, done)
+        return {}
+
+    def _report(self, run: RunState, worker: int, done: Any) -> None:
+        if done is not None:
+            run.report(worker, done)
+            self._changed.notify_all()
+
+    def do_begin(self, task: str, number: int, worker: int) -> dict[str, Any]:
+        """Wait until the worker is not too far ahead."""
+        with self._changed:
+            run = self._runs[number]
+            self._wait(lambda: run.may_begin(worker))
+        return {}
+
+    def do_round(self, task: str, number: int, worker: int, step: int) -> dict[str, Any]:
+        """Wait until the rounds before `step` have been applied; returns the one to work for."""
+        with self._changed:
+            run = self._runs[number]
+            self._wait(lambda: run.round >= step)
+            if run.round > step:
+                run.skip_to(worker, run.round + 1)
+            return {"round": run.round, "late": run.is_over(run.round)}
+
+    def do_applied(self, task: str, number: int, rounds: int) -> dict[str, Any]:
+        with self._changed:
+            self._runs[number].round = rounds
+            self._changed.notify_all()
+        return {}
+
+    def do_stop(self, task: str, number: int, reason: str) -> dict[str, Any]:
+        with self._changed:
+            self._runs[number].stop(reason)
+            self._changed.notify_all()
+        return {}
+
+    def do_leave(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
+        with self._changed:
+            run = self._runs[number]
+            self._report(run, worker, done)
+            run.leave(worker)
+            self._changed.notify_all()
+        return {}
+
+    def do_wait_for_others(self, task: str, number: int, seconds: float) -> dict[str, Any]:
+        """Wait until all workers but the chief have left; names those that never came."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            run = self._runs[number]
+
+            def absent() -> list[int]:
+                return [i for i in run.waits_for if i and not run.workers[i].joined]
+
+            def settled() -> bool:
+                waits_for = [i for i in run.waits_for if i]
+                return self._is_over() or waits_for == absent()
+
+            self._changed.wait_for(settled)
+            self._changed.wait_for(
+                lambda: self._is_over() or not [i for i in run.waits_for if i],
+                max(0.0, deadline - time.monotonic()),
+            )
+            if self.abort_text:
+                raise _Over(self.abort_text)
+            return {"absent": absent()}
+
+    def do_interval(self, task: str, number: int) -> dict[str, Any]:
+        with self._changed:
+            return self._runs[number].take_interval()
+
+    def do_summary(self, task: str, number: int) -> dict[str, Any]:
+        with self._changed:
+            return self._runs[number].summary()
+
+    def do_finish(self, task: str) -> dict[str, Any]:
+        """The chief is done with everything: all others may go."""
+        with self._changed:
+            self.done = True
+            self._changed.notify_all()
+        return {}
+
+
+class _Over(Exception):  # noqa: N818
+    """The cluster ended while a task waited."""

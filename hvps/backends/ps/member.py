@@ -1,0 +1,157 @@
+"""One task in its cluster: its TensorFlow server, and its line to the coordinator in ps 0."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from hvps.backends.ps.control import Control, wait_for_port
+from hvps.backends.ps.coordinator import Coordinator
+from hvps.backends.ps.listen import firewall_notice, listening_on
+from hvps.cluster import Cluster, Tasks
+from hvps.log import logger
+from hvps.ports import split_address
+from hvps.runtime import threads_per_rank
+
+if TYPE_CHECKING:
+    from hvps.config import Config
+
+v1 = tf.compat.v1
+_CONTROL_VARIABLE = "hvps_control"
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process in the cluster, for as long as it lives.
+
+    Attributes:
+        target: what a session connects to.
+        control: the line to the coordinator; None in its own process.
+        coordinator: the coordinator itself, in the process of ps 0.
+    """
+
+    cluster: Cluster
+    tasks: Tasks
+    target: str
+    control: Control | None
+    coordinator: Coordinator | None
+    server: Any
+
+    @classmethod
+    def start(cls, config: Config, cluster: Cluster) -> Member:
+        """Start this task's server and find the others.
+
+        Raises:
+            ConfigError: the server cannot listen at its address, or the task is here already.
+            PeerLostError: a parameter server did not come in time; names it.
+        """
+        tasks = cluster.tasks
+        assert tasks is not None, "the cluster's addresses are known before it is started"
+        timeout = config.backend.stall_timeout
+        server = _start_server(config, cluster, tasks)
+        coordinator = None
+        if cluster.role == "ps" and cluster.rank == 0:
+            host, _ = split_address(tasks.ps[0])
+            tolerant = (
+                config.backend.replication == "between_graph" and config.backend.update != "sync"
+            )
+            coordinator = Coordinator(tasks, host, timeout, tolerant=tolerant)
+            _announce(server.target, f"{host} {coordinator.port} {coordinator.token}")
+        else:
+            for index, address in enumerate(tasks.ps):
+                task = f"ps {index} ({address})"
+                wait_for_port(*split_address(address), task=task, timeout=timeout)
+        control = None
+        if coordinator is None:
+            host, port, token = _find_coordinator(server.target, timeout).split()
+            control = Control(
+                host,
+                int(port),
+                token,
+                task=cluster.name,
+                coordinator=f"ps 0 ({tasks.ps[0]})",
+                timeout=timeout,
+            )
+        notice = firewall_notice([*tasks.ps, *tasks.worker])
+        if notice and cluster.is_root:
+            logger.info(notice)
+        return cls(cluster, tasks, server.target, control, coordinator, server)
+
+    def wait_for_workers(self, timeout: float) -> None:
+        """In-graph: the client's session needs all workers.
+
+        Raises:
+            PeerLostError: one did not come in time; names it.
+        """
+        for index, address in enumerate(self.tasks.worker):
+            task = f"worker {index} ({address})"
+            wait_for_port(*split_address(address), task=task, timeout=timeout)
+
+    def session(self, graph: tf.Graph, *, log_placement: bool = False, filters: list[str]) -> Any:
+        """A session on the cluster that depends only on the tasks in `filters`."""
+        config = v1.ConfigProto(
+            allow_soft_placement=True, log_device_placement=log_placement, device_filters=filters
+        )
+        return v1.Session(self.target, graph=graph, config=config)
+
+
+def cluster_definition(tasks: Tasks) -> Any:
+    return tf.train.ClusterSpec({"ps": list(tasks.ps), "worker": list(tasks.worker)})
+
+
+def _start_server(config: Config, cluster: Cluster, tasks: Tasks) -> Any:
+    address = (tasks.ps if cluster.role == "ps" else tasks.worker)[cluster.rank]
+    host, port = split_address(address)
+    threads = threads_per_rank(cluster)
+    cpus = [int(name.partition(":")[2]) + 1 for name in config.backend.devices if "cpu" in name]
+    proto = v1.ConfigProto(
+        intra_op_parallelism_threads=threads,
+        # Operations that wait for others must not keep those they wait for from running.
+        inter_op_parallelism_threads=max(4, threads),
+        device_count={"CPU": max([1, *cpus]), **({"GPU": 0} if cluster.role == "ps" else {})},
+        gpu_options=v1.GPUOptions(allow_growth=True),
+    )
+    with listening_on(host, port):
+        return tf.distribute.Server(
+            cluster_definition(tasks),
+            job_name=cluster.role,
+            task_index=cluster.rank,
+            config=proto,
+        )
+
+
+def _control_variable() -> Any:
+    with v1.device("/job:ps/task:0/cpu:0"):
+        return v1.get_variable(
+            _CONTROL_VARIABLE,
+            shape=(),
+            dtype=tf.string,
+            use_resource=True,
+            trainable=False,
+            initializer=v1.constant_initializer(""),
+        )
+
+
+def _announce(target: str, text: str) -> None:
+    """Leave word in ps 0 of where the coordinator listens, for the tasks know only its server."""
+    with tf.Graph().as_default():
+        assign = _control_variable().assign(text)
+        with v1.Session(target, config=v1.ConfigProto(device_filters=["/job:ps/task:0"])) as s:
+            s.run(assign.op)
+
+
+def _find_coordinator(target: str, timeout: float) -> str:
+    deadline = time.monotonic() + timeout
+    with tf.Graph().as_default():
+        read = _control_variable().read_value()
+        with v1.Session(target, config=v1.ConfigProto(device_filters=["/job:ps/task:0"])) as s:
+            while True:
+                try:
+                    return str(s.run(read).decode())
+                except tf.errors.FailedPreconditionError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
