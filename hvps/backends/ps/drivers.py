@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvps.backends.ps.graph import PsGraph, Replica
 from hvps.backends.ps.member import Member
-from hvps.backends.ps.rules import Rounds, apply_at_once, apply_together
+from hvps.backends.ps.rules import Handover, Rounds, apply_at_once, apply_together
 from hvps.data import Batch, MicroBatch
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Call:
     ) -> tuple[Any, list[np.ndarray]]:
         feeds = [*_arrays(micros), np.float32(examples), np.float32(learning_rate), *seeds]
         loss_sum, result, rows, *after = self._call(*feeds, *extra)
-        return (float(loss_sum), int(result), int(rows)), after
+        return (float(loss_sum), 0 if result is None else int(result), int(rows)), after
 
 
 class AsyncDriver(Driver):
@@ -129,8 +129,7 @@ class AsyncDriver(Driver):
         self, graph: PsGraph, seeds: list[list[np.ndarray]], worker: int, config: BackendConfig
     ) -> None:
         super().__init__(graph, seeds)
-        self.lanes = config.pipeline
-        alone = graph.shape.num_workers == 1 and self.lanes == 1
+        alone = graph.shape.num_workers == 1
         self._replica_ = self._replica(worker, config.devices)
         self._staleness = apply_at_once(graph, self._replica_, alone=alone)
 
@@ -142,6 +141,38 @@ class AsyncDriver(Driver):
             lambda s: self._call(batch.micros, batch.examples, learning_rate, s)
         )
         return Outcome(loss, stale, rows)
+
+
+class PipelinedDriver(Driver):
+    """The same with several steps in flight: while one fetches weights, another sends gradients.
+
+    A step that has computed its gradients leaves them in a queue on the worker and sends what is
+    next there, its own or those of a step that was faster.
+    """
+
+    def __init__(
+        self, graph: PsGraph, seeds: list[list[np.ndarray]], worker: int, config: BackendConfig
+    ) -> None:
+        super().__init__(graph, seeds)
+        self.lanes = config.pipeline
+        self._replica_ = self._replica(worker, config.devices)
+        self._handover = Handover(graph, self._replica_, self.lanes)
+        self._staleness = apply_at_once(graph, self._handover.replica, alone=False)
+        one_way = max(1, self.lanes // 2)
+        self._pulls, self._pushes = threading.Semaphore(one_way), threading.Semaphore(one_way)
+
+    def start(self, session: Any) -> None:
+        put = self._handover.put
+        self._compute = _Call(session, self._replica_, put, [])
+        self._push = session.make_callable(self._staleness)
+
+    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+        with self._pulls:
+            loss, _, rows = self._seeds[0].run(
+                lambda s: self._compute(batch.micros, batch.examples, learning_rate, s)
+            )
+        with self._pushes:
+            return Outcome(loss, int(self._push()), rows)
 
 
 class SyncDriver(Driver):
@@ -266,8 +297,11 @@ def make_driver(
     """The driver that the configuration asks for, with a replica or several in the graph."""
     worker = member.cluster.rank
     if config.replication == "between_graph":
-        kind = SyncDriver if config.update == "sync" else AsyncDriver
-        return kind(graph, [seeds], worker, config)  # the session gave this rank its own
+        # The session gave this rank random numbers of its own.
+        if config.update == "sync":
+            return SyncDriver(graph, [seeds], worker, config)
+        kind = PipelinedDriver if config.pipeline > 1 else AsyncDriver
+        return kind(graph, [seeds], worker, config)
     workers = graph.shape.num_workers
     if config.update == "sync":
         return InGraphSyncDriver(graph, [worker_seeds(seeds, i) for i in range(workers)], config)

@@ -108,10 +108,12 @@ class Replica:
     Attributes:
         worker: index of the task.
         payloads: gradients as they are sent, one per shard; `state_payloads` likewise.
+        learning_rate: float32 scalar, on the worker.
         loss_sum: float32 scalar.
         rows: int32 scalar, rows fetched from embedding tables.
         new_seeds: states of the seed generators after the step.
         control: operations to run with it.
+        begun: int64 scalar, the global step when the weights were read.
     """
 
     worker: int
@@ -119,6 +121,7 @@ class Replica:
     feeds: Feeds
     payloads: list[Payload]
     state_payloads: list[tf.Tensor]
+    learning_rate: tf.Tensor
     loss_sum: tf.Tensor
     rows: tf.Tensor
     new_seeds: list[tf.Tensor]
@@ -396,6 +399,7 @@ class PsGraph:
             feeds=feeds,
             payloads=self.parameters.payloads(total, home),
             state_payloads=self.state.payloads(new_state, home),
+            learning_rate=feeds.learning_rate,
             loss_sum=loss_sum,
             rows=row_count,
             new_seeds=[last[0]["others"][i] for i in self._seeds],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -30,12 +31,50 @@ def apply_at_once(graph: PsGraph, replica: Replica, *, alone: bool) -> tf.Tensor
         parameters.unpacked(payload, shard)
         for payload, shard in zip(replica.payloads, parameters.shards, strict=True)
     ]
-    done = graph.apply(gradients, replica.feeds.learning_rate, locked=True)
+    done = graph.apply(gradients, replica.learning_rate, locked=True)
     done += _move_state(graph, replica, alone)
     with tf.control_dependencies([*done, *replica.control]):
         before = graph.counters.count([replica.worker])
     with v1.device(ps_device(0)):
         return before - replica.begun
+
+
+class Handover:
+    """Between computing gradients and sending them: a queue on the worker.
+
+    With it a step is two runs of the session, so that one step's weights come down the link while
+    another's gradients go up. In a single run both would be under way at the same time too, but in
+    step with each other: first both pull, then both push, and half of the link stands idle.
+
+    Args:
+        capacity: steps whose gradients may wait.
+    """
+
+    def __init__(self, graph: PsGraph, replica: Replica, capacity: int) -> None:
+        carried = [replica.payloads, replica.state_payloads, replica.learning_rate, replica.begun]
+        tensors = tf.nest.flatten(carried, expand_composites=True)
+        with v1.device(replica.device):
+            queue = v1.FIFOQueue(
+                capacity,
+                [tensor.dtype for tensor in tensors],
+                shared_name=f"{graph.shape.prefix}/handover_{replica.worker}",
+            )
+            with tf.control_dependencies(replica.control):
+                self.put = queue.enqueue([tf.identity(tensor) for tensor in tensors])
+            taken = queue.dequeue()
+        for tensor, like in zip(taken, tensors, strict=True):
+            tensor.set_shape(like.shape)
+        payloads, states, rate, begun = tf.nest.pack_sequence_as(
+            carried, taken, expand_composites=True
+        )
+        self.replica = replace(
+            replica,
+            payloads=payloads,
+            state_payloads=states,
+            learning_rate=rate,
+            begun=begun,
+            control=[],
+        )
 
 
 def _move_state(graph: PsGraph, replica: Replica, alone: bool) -> list[Any]:
@@ -62,7 +101,7 @@ def apply_together(graph: PsGraph, replicas: Sequence[Replica]) -> tf.Tensor:
     for i, shard in enumerate(parameters.shards):
         total = _sum_payloads([r.payloads[i] for r in replicas], shard)
         gradients.append(parameters.unpacked(total, shard))
-    done = graph.apply(gradients, replicas[0].feeds.learning_rate, locked=False)
+    done = graph.apply(gradients, replicas[0].learning_rate, locked=False)
     for group, (device, _) in enumerate(graph.state.groups):
         with v1.device(device):
             payloads = [r.state_payloads[group] for r in replicas]
