@@ -21,7 +21,7 @@ IN_VENV = exec env PATH="$$PWD/.venv/bin:$$PATH"
 NP ?= 2
 CONFIG ?= configs/allreduce.yaml
 
-.PHONY: help install train test test-all test-quick parity lint bench clean
+.PHONY: help install train ps-demo test test-all test-quick parity lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ install: ## make .venv with TensorFlow, MPI, Horovod and hvps (once; then a seco
 
 train: install ## train the digits example with 2 Horovod ranks (NP=, CONFIG=, ARGS="key=value ...")
 	@$(IN_VENV) horovodrun -np $(NP) python -m hvps.train "$(CONFIG)" $(ARGS)
+
+ps-demo: install ## show parameter servers: placement, then asynchronous training (2 ps, 3 workers)
+	@$(IN_VENV) python -m hvps.demo
 
 test: lint ## lint and run the tests, but for the slow ones
 	@$(IN_VENV) python -m pytest -q -m "not slow" tests $(ARGS)

@@ -80,7 +80,11 @@ def configure_tensorflow(config: Config, cluster: Cluster) -> str:
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     # Two at least: a collective that blocks must not keep the backward pass from going on.
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
-    devices = pin_gpu(tf.config, cluster) or f"CPU, {threads} thread{'s' * (threads > 1)} per rank"
+    words = f"CPU, {threads} thread{'s' * (threads > 1)} per rank"
+    if config.backend.kind == "ps":
+        devices = share_gpus(tf.config) or words
+    else:
+        devices = pin_gpu(tf.config, cluster) or words
     reset_keras(config)
     return devices
 
@@ -166,6 +170,19 @@ def pin_gpu(tf_config: Any, cluster: Cluster) -> str | None:
     tf_config.set_visible_devices(mine, "GPU")
     tf_config.experimental.set_memory_growth(mine, True)
     return f"GPU {cluster.local_rank} of {len(gpus)} per host"
+
+
+def share_gpus(tf_config: Any) -> str | None:
+    """Let a worker of a parameter-server cluster see all GPUs of its host, taking memory as needed;
+    `backend.devices` says which it computes on.
+
+    Returns:
+        The GPUs in words, None on a host without.
+    """
+    gpus: Sequence[Any] = tf_config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf_config.experimental.set_memory_growth(gpu, True)
+    return f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus else None
 
 
 def seed_rank(model: Any, seed: int, rank: int) -> None:

@@ -165,13 +165,13 @@ class Session:
         self, model: keras.Model, devices: str, schedule: Schedule, feed: Feed, steps: int | None
     ) -> None:
         config, cluster, train = self.config, self.cluster, self.config.train
-        ranks = self.backend.train_share[1]
-        local = train.global_batch // (ranks * train.accumulate)
+        ranks, parts = self.backend.batch_parts
+        local = train.global_batch // (parts * train.accumulate)
         samples = f"{feed.samples:,}" if feed.samples else "unknown number of"
         lines = [
             f"backend {self.backend.name} ({self.backend.engine}), {cluster.name} of"
             f" {cluster.size} ({cluster.source}), {devices}, {train.precision}",
-            f"global batch {train.global_batch} = {ranks} rank{'s' * (ranks > 1)} × {local} local"
+            f"global batch {train.global_batch} = {ranks} × {local} local"
             f" × {train.accumulate} accumulation, learning rate {schedule.explanation}",
             f"model {model.name}: {model.count_params():,} parameters; {samples} examples,"
             f" {steps if steps is not None else 'unknown number of'} steps; run {self.folder.path}",

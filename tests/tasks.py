@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -282,3 +283,35 @@ class _Paced:
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         time.sleep(self._pause)
         return self._x[i], np.float32(0)
+
+
+class Staged(Regression):
+    """Regression's examples at a pace of HVPS_TEST_PAUSE seconds each, so that there is time to do
+    something to a task, until the current folder has a file "go".
+
+    A process that has fetched 40 examples leaves a file "fetched.PID". With HVPS_TEST_FAIL_AT the
+    example of that number, counted in this process, cannot be read.
+    """
+
+    def train_data(self) -> Any:
+        return _Staged(*super().train_data())
+
+
+class _Staged:
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self._x, self._y, self._count = x, y, 0
+        self._pause = float(os.environ.get("HVPS_TEST_PAUSE", "0"))
+        self._fail_at = int(os.environ.get("HVPS_TEST_FAIL_AT", "-1"))
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        self._count += 1
+        if self._count == self._fail_at:
+            raise OSError(f"example {i} cannot be read")
+        if self._count == 40:
+            Path(f"fetched.{os.getpid()}").touch()
+        if not os.path.exists("go"):
+            time.sleep(self._pause)
+        return self._x[i], self._y[i]

@@ -75,6 +75,7 @@ class Backend(Protocol):
         depth: outputs of `train_step` that may be left unread while further steps are handed in.
         train_share: (rank, ranks) among which each batch is divided.
         reading_share: the same for datasets, which can only be read in order.
+        batch_parts: who divides a batch, in words, and into how many parts.
         eval_share: the same for held-out examples; None: this process does not evaluate.
     """
 
@@ -95,6 +96,9 @@ class Backend(Protocol):
 
     @property
     def eval_share(self) -> tuple[int, int] | None: ...
+
+    @property
+    def batch_parts(self) -> tuple[str, int]: ...
 
     def setup(
         self,

@@ -43,6 +43,11 @@ class LocalBackend:
     def train_share(self) -> tuple[int, int]:
         return self.cluster.rank, self.cluster.size
 
+    @property
+    def batch_parts(self) -> tuple[str, int]:
+        size = self.cluster.size
+        return f"{size} rank{'s' * (size > 1)}", size
+
     reading_share = train_share
     eval_share = train_share
 

@@ -2,8 +2,8 @@
 
 Starting a task costs seconds, most of it TensorFlow's import; so one cluster runs many
 configurations, one after the other, through the same code as hvps.train. FILE is JSON: `tasks` (the
-addresses), `common` overrides, and `cases`: for each run its name, overrides and how many of the
-workers take part. Each leaves its folder under runs/NAME, with state.npz beside the result.
+addresses), `common` overrides, and `cases`: for each run its name, overrides, perhaps a `config` file
+and how many of the workers take part. Each leaves its folder under runs/NAME, with state.npz beside the result.
 Without ROLE and INDEX the same runs are made in one process.
 """
 
@@ -47,7 +47,8 @@ def main(given: dict[str, Any], cluster: Cluster) -> None:
         leave(serve(member))
     backend: PsBackend | None = None
     for number, (name, case) in enumerate(given["cases"].items()):
-        loaded = load_config(None, [*common, *case["overrides"], f"run.name={name}"])
+        overrides = [*common, *case["overrides"], f"run.name={name}"]
+        loaded = load_config(case.get("config"), overrides)
         size = case.get("workers", cluster.size)
         alone = loaded.config.backend.replication == "in_graph"
         if cluster.rank >= (1 if alone else size):

@@ -79,8 +79,9 @@ def test_every_optimizer(tmp_path: Path) -> None:
     for name in cases:
         difference = largest_difference(state_of(local / name), state_of(runs / name))
         print(f"{name:>20}: largest difference {difference:.2e}")
-        # Muon multiplies matrices, whose sums depend on how TensorFlow arranges the graph.
-        assert difference <= (1e-6 if name == "muon" else 0.0), name
+        # How TensorFlow arranges a product of three, or the sums in Muon's matrix products.
+        rounded = name in ("muon", "decayed")
+        assert difference <= (1e-6 if rounded else 0.0), name
 
 
 @pytest.mark.timeout(240)
@@ -160,19 +161,20 @@ def test_nobody_is_further_ahead_than_allowed(tmp_path: Path) -> None:
 def lead_of(run: Path) -> int:
     """Largest number of steps that a worker which began a step had finished more than another,
     by the times in the workers' own logs."""
-    events: list[tuple[float, int, str]] = []
+    events: list[tuple[str, bool, int]] = []
     for log in (run / "logs").glob("worker-*.log"):
         worker = int(log.stem.rpartition("-")[2])
         for line in log.read_text().splitlines():
-            for kind in ("begins", "has finished"):
+            for kind in ("has finished", "begins"):
                 if f" {kind} step " in line:
-                    events.append((float(line.rpartition(" at ")[2]), worker, kind))
+                    # Of the same millisecond, what was finished comes first.
+                    events.append((" ".join(line.split()[:2]), kind == "begins", worker))
     assert events
-    finished = {worker: 0 for _, worker, _ in events}
-    totals = {w: sum(e[1] == w and e[2] != "begins" for e in events) for w in finished}
+    finished = {worker: 0 for _, _, worker in events}
+    totals = {w: sum(not begins and v == w for _, begins, v in events) for w in finished}
     lead = 0
-    for _, worker, kind in sorted(events):
-        if kind == "begins":
+    for _, begins, worker in sorted(events):
+        if begins:
             others = [n for w, n in finished.items() if w != worker and n < totals[w]]
             lead = max([lead, *(finished[worker] - n for n in others)])
         else:
@@ -212,7 +214,10 @@ def test_backup_workers(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_statistics_move_and_masks_differ(tmp_path: Path) -> None:
     common = ["task=tests.tasks:Watched", "train.global_batch=16", "train.steps=12", "log.every=1"]
-    cases = {update: {"overrides": [f"backend.update={update}"]} for update in ("async", "sync")}
+    cases = {
+        "async": {"overrides": ["backend.worker_steps=[6,6]"]},
+        "sync": {"overrides": ["backend.update=sync"]},
+    }
     runs = run_ps_cases(tmp_path, cases, common)
     for update in cases:
         state = state_of(runs / update)
@@ -221,4 +226,4 @@ def test_statistics_move_and_masks_differ(tmp_path: Path) -> None:
         np.testing.assert_allclose(moved, 3.0 * (1 - 0.99**12), rtol=0.2, err_msg=update)
         lines = (runs / update / "metrics.jsonl").read_text().splitlines()
         losses = [record["loss"] for record in map(json.loads, lines)]
-        assert len(set(losses)) == len(losses) > 5, update
+        assert len(set(losses)) == len(losses) > 4, update

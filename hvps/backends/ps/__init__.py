@@ -1,13 +1,14 @@
 """Parameter servers: variables on ps tasks, gradients from workers, over TensorFlow's servers.
 
-member.py       this task's server and its line to the coordinator
-coordinator.py  who is there, whose step is next, how far ahead anyone may be (in ps 0)
-placement.py    which ps holds what
-graph.py        the session's graph: parameters.py down and up, replica.py the model's step,
-                shards.py the optimizer on the ps, rules.py from gradients to updates
-drivers.py      one step of one client, for each way of replicating and updating
-backend.py      the seam to the trainer
-serve.py        the tasks that only serve
+member.py        this task: its server (listen.py says where), its line to the coordinator
+coordinator.py   in ps 0: who is there, and run_state.py: whose step is next, how far ahead
+placement.py     which ps holds what
+graph.py         the session's graph: parameters.py (weights down, gradients up), shards.py (the
+                 optimizer on the ps), towers.py and replica.py (the model's step)
+rules.py         from gradients to updates
+drivers.py       a step of one client, for each way of replicating and updating
+backend.py       the seam to the trainer; served_model.py: the whole model and its parts
+serve.py         the tasks that only serve
 """
 
 from __future__ import annotations

@@ -7,12 +7,20 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 from hvps.backends.ps.wire import ConnectionLost, connect, receive, send
 from hvps.errors import ConfigError, PeerLostError
 
 _CONNECT_TIMEOUT_S = 10.0
+LOOK_THERE = "look for the first error in the output of that task"
+
+
+class Reason(TypedDict):
+    """Why the cluster has ended too early, as it travels."""
+
+    what: str
+    do: str
 
 
 class Control:
@@ -28,6 +36,9 @@ class Control:
         coordinator: name and address of the task that hosts the coordinator, for messages.
         timeout: seconds of silence that are borne.
 
+    Attributes:
+        exit_code: of this process when the cluster fails; None leaves it to the failure.
+
     Raises:
         ConfigError: a task of this name is here already.
         PeerLostError: the coordinator cannot be reached.
@@ -41,6 +52,7 @@ class Control:
         self._local = threading.local()
         self._over = threading.Event()
         self._leaving = False
+        self.exit_code: int | None = None
         beats = self._open("beats")
         threading.Thread(target=self._beat, args=(beats,), name="hvps-beats", daemon=True).start()
 
@@ -65,15 +77,17 @@ class Control:
     # --- beats ---
 
     def _beat(self, connection: socket.socket) -> None:
+        heard, silent = time.monotonic(), 0.0
         try:
             while True:
                 leaving = self._leaving
                 send(connection, {"left": leaving})
                 answer = receive(connection, self._timeout)
+                silent, heard = time.monotonic() - heard, time.monotonic()
                 if "refused" in answer:
                     self._end(_taken(self._task, answer["refused"]))
                 if answer["abort"]:
-                    self._end(_aborted(answer["abort"]))
+                    self._end(aborted(answer["abort"]))
                 if answer["done"] or leaving:
                     self._over.set()
                     return
@@ -81,9 +95,10 @@ class Control:
             if self._leaving:
                 self._over.set()
                 return
-            silent = "silent" in str(err)
-            what = f"stands still: it was {err}" if silent else "died"
-            self._end(_aborted(f"{self._coordinator} {what}"))
+            # A process that stood still may find an answer that came before the others gave up.
+            silent = max(silent, time.monotonic() - heard)
+            what = what_happened(self._coordinator, self._task, err, silent, self._timeout)
+            self._end(aborted({"what": what, "do": LOOK_THERE}))
 
     def _end(self, err: PeerLostError | ConfigError) -> None:
         if self._leaving:
@@ -91,11 +106,15 @@ class Control:
             return
         sys.stdout.flush()
         print(f"hvps: error: {self._task} ends: {err}", file=sys.stderr, flush=True)
-        os._exit(err.exit_code)
+        os._exit(err.exit_code if self.exit_code is None else self.exit_code)
 
-    def wait_until_done(self) -> None:
-        """Wait until the chief has finished; the process ends here if the cluster fails."""
-        self._over.wait()
+    def wait_until_done(self, seconds: float | None = None) -> bool:
+        """Wait until the chief has finished; the process ends here if the cluster fails.
+
+        Returns:
+            False if that takes more than `seconds`.
+        """
+        return self._over.wait(seconds)
 
     def leave(self) -> None:
         """Say that this task ends in order, and wait until that is known."""
@@ -119,7 +138,7 @@ class Control:
         except ConnectionLost as err:
             raise self._lost(err) from err
         if "over" in answer:
-            raise _aborted(answer["over"])
+            raise aborted(answer["over"])
         return answer
 
     def publish(self, key: str, value: Any) -> None:
@@ -129,12 +148,26 @@ class Control:
         return self.call("lookup", key=key)["value"][0]
 
 
-def _aborted(text: str) -> PeerLostError:
+def aborted(reason: Reason) -> PeerLostError:
     return PeerLostError(
-        text,
+        reason["what"],
         rule="training goes on only while every task that it needs is there",
-        do="look for the first error in the output of that task",
+        do=reason["do"],
     )
+
+
+def what_happened(other: str, own: str, err: ConnectionLost, silent: float, timeout: float) -> str:
+    """Say why `other` is not heard of any more.
+
+    Args:
+        own: this task. If it stood still itself, the other one has gone meanwhile.
+        silent: seconds for which nothing was heard.
+    """
+    if "silent" in str(err):
+        return f"{other} stands still: it was {err}"
+    if silent >= timeout:
+        return f"{own} itself stood still for {silent:.0f} s and was given up; {other} is gone"
+    return f"{other} died"
 
 
 def _taken(task: str, text: str) -> ConfigError:

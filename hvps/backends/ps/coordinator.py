@@ -2,7 +2,7 @@
 
 It deals out steps, holds back who is too far ahead, keeps values that one task has for the others,
 and watches: every task keeps a connection open on which it is heard from at least once a second.
-When one that cannot be done without is gone, all others are told its name.
+When one that cannot be done without is gone or does not come, all others are told its name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hvps.backends.ps.control import LOOK_THERE, Reason, aborted, what_happened
 from hvps.backends.ps.run_state import RunState
 from hvps.backends.ps.wire import ConnectionLost, receive, send
 from hvps.cluster import Tasks
+from hvps.errors import PeerLostError
 
 BEAT_S = 0.5
 _HELLO_TIMEOUT_S = 10.0
@@ -39,34 +41,51 @@ class Coordinator:
     Args:
         tasks: the cluster.
         host: address to listen on.
-        timeout: seconds of silence after which a task counts as gone.
+        timeout: seconds of silence after which a task counts as gone, and seconds in which the
+            tasks come that are needed, once a worker has come.
         tolerant: training goes on without a worker that dies, unless it is the chief.
+        spare: number of workers that may not come even so.
     """
 
-    def __init__(self, tasks: Tasks, host: str, timeout: float, *, tolerant: bool) -> None:
+    def __init__(
+        self, tasks: Tasks, host: str, timeout: float, *, tolerant: bool, spare: int = 0
+    ) -> None:
         self.token = secrets.token_hex(16)
         self.applied_steps: Callable[[int, int], int] | None = None
-        self._tasks, self._timeout, self._tolerant = tasks, timeout, tolerant
+        self._timeout, self._tolerant, self._spare = timeout, tolerant, spare
+        self._addresses = {
+            f"{role} {index}": address
+            for role, addresses in (("ps", tasks.ps), ("worker", tasks.worker))
+            for index, address in enumerate(addresses)
+        }
         self._changed = threading.Condition()
         self._members: dict[str, _Member] = {}
+        self._missed: list[int] = []  # workers that had not come when they were looked for
         self._board: dict[str, Any] = {}
+        self._news: list[str] = []
         self._answering = 0
         self._sums: dict[str, list[int]] = {}
         self._runs: dict[int, RunState] = {}
         self._run_number = 0
-        self.abort_text: str | None = None
+        self._stop_reason: str | None = None
+        self._abort: Reason | None = None
         self.done = False
         self._listener = socket.create_server((host, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="hvps-coordinator", daemon=True).start()
+        threading.Thread(target=self._call_roll, name="hvps-roll-call", daemon=True).start()
 
     # --- the process that hosts it ---
 
-    def wait_until_over(self) -> str | None:
-        """Wait for the end; returns why it came too early, or None when all is done."""
+    def wait_until_over(self, seconds: float) -> bool:
+        """Wait for the end, so many seconds at most; returns whether it has come."""
         with self._changed:
-            self._changed.wait_for(lambda: self.done or self.abort_text is not None)
-            return self.abort_text
+            return self._changed.wait_for(self._is_over, seconds)
+
+    @property
+    def failure(self) -> PeerLostError | None:
+        """Why the end came too early."""
+        return None if self._abort is None else aborted(self._abort)
 
     def linger(self, seconds: float) -> None:
         """Let the tasks that are still here hear of the end before this process leaves."""
@@ -79,12 +98,60 @@ class Coordinator:
                 max(0.0, deadline - time.monotonic()),
             )
 
-    def abort(self, text: str) -> None:
-        """Tell everyone that it is over, and why."""
+    def stop(self, task: str, signal_name: str) -> None:
+        """A task that only serves was asked to stop: ask those that train to save and end.
+
+        Without the chief there is nothing to save.
+        """
         with self._changed:
-            if self.abort_text is None and not self.done:
-                self.abort_text = text
+            self._stop_reason = signal_name
+            chief = self._members.get("worker 0")
+            if chief is not None and chief.state == "here":
+                if self._run_number in self._runs:
+                    self._runs[self._run_number].stop(signal_name)
+            else:
+                self._fail(f"{task} was stopped by {signal_name}", "start the cluster again")
             self._changed.notify_all()
+
+    def _fail(self, what: str, do: str = LOOK_THERE) -> None:
+        """Under the lock: tell everyone that it is over, and why."""
+        if not self._is_over():
+            self._abort = {"what": what, "do": do}
+        self._changed.notify_all()
+
+    # --- who is here ---
+
+    def _call_roll(self) -> None:
+        """From the first worker on, all have `timeout` seconds to come."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over() or any(task.startswith("worker") for task in self._members)
+            )
+            self._changed.wait_for(lambda: self._is_over() or not self._absent(), self._timeout)
+            absent = self._absent()
+            spared = [task for task in absent if task.startswith("worker") and task != "worker 0"]
+            if not self._tolerant and len(spared) > self._spare:
+                spared = []
+            needed = [task for task in absent if task not in spared]
+            if needed:
+                self._fail(
+                    self._did_not_come(needed),
+                    "start what is missing, or raise backend.stall_timeout if it starts slowly",
+                )
+            elif spared:
+                self._news.append(self._did_not_come(spared))
+                self._missed = [int(task.partition(" ")[2]) for task in spared]
+                for run in self._runs.values():
+                    run.miss(self._missed)
+            self._changed.notify_all()
+
+    def _absent(self) -> list[str]:
+        """Tasks that have never been here; ps 0 is where this runs."""
+        return [task for task in self._addresses if task != "ps 0" and task not in self._members]
+
+    def _did_not_come(self, names: list[str]) -> str:
+        who = " and ".join(f"{name} ({self._addresses[name]})" for name in names)
+        return f"{who} did not come within {self._timeout:g} s"
 
     # --- connections ---
 
@@ -120,42 +187,44 @@ class Coordinator:
             me = _Member(where, "here", connection)
             self._members[task] = me
             self._changed.notify_all()
-        reason = "died"
+        text, heard = "", time.monotonic()
         try:
             while True:
                 if receive(connection, self._timeout).get("left"):
                     me.state = "left"
+                heard = time.monotonic()
                 with self._changed:
                     self._changed.wait_for(self._is_over, BEAT_S if me.state == "here" else 0)
-                    answer = {"abort": self.abort_text, "done": self.done}
+                    answer = {"abort": self._abort, "done": self.done}
                 send(connection, answer)
                 if me.state == "left" or self._is_over():
                     break
         except ConnectionLost as err:
-            reason = "stands still: it was " + str(err) if "silent" in str(err) else "died"
+            silent = time.monotonic() - heard
+            text = what_happened(f"{task} ({where})", "ps 0", err, silent, self._timeout)
         with self._changed:
             if me.state == "here" and not self._is_over():
                 me.state = "lost"
-                self._lose(task, f"{task} ({where}) {reason}")
+                self._lose(task, text)
             elif me.state == "here":
                 me.state = "left"
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
-        return self.done or self.abort_text is not None
+        return self.done or self._abort is not None
 
     def _lose(self, task: str, text: str) -> None:
         role, _, index = task.partition(" ")
         if role != "worker" or index == "0" or not self._tolerant:
-            self.abort_text = self.abort_text or text
+            self._fail(text)
             return
-        self._board["news"] = text
+        self._news.append(text)
         number, worker = self._run_number, int(index)
         run = self._runs.get(number)
-        if run is None:
+        if run is None or worker >= len(run.workers):
             return
         applied = 0
-        if self.applied_steps is not None:
+        if self.applied_steps is not None and run.workers[worker].claimed:
             self._changed.release()  # it asks TensorFlow, which may take a while
             try:
                 applied = self.applied_steps(number, worker)
@@ -174,7 +243,7 @@ class Coordinator:
             try:
                 answer = getattr(self, f"do_{verb}")(task, **message)
             except _Over as over:
-                answer = {"over": str(over)}
+                answer = {"over": over.reason}
             try:
                 send(connection, answer)
             finally:
@@ -192,7 +261,7 @@ class Coordinator:
 
         self._changed.wait_for(ready)
         if found[0] in (None, False):
-            raise _Over(self.abort_text or "the cluster has ended")
+            raise _Over(self._abort)
         return found[0]
 
     def do_publish(self, task: str, key: str, value: Any) -> dict[str, Any]:
@@ -217,13 +286,24 @@ class Coordinator:
             self._wait(lambda: entry[0] >= parties)
             return {"sum": entry[1]}
 
-    def do_news(self, task: str) -> dict[str, Any]:
+    def do_meet(self, task: str) -> dict[str, Any]:
+        """Wait until all parameter servers are here."""
         with self._changed:
-            return {"text": self._board.pop("news", None)}
+            self._wait(lambda: not any(name.startswith("ps") for name in self._absent()))
+        return {}
+
+    def do_news(self, task: str) -> dict[str, Any]:
+        """What happened to workers that training goes on without, since the last call."""
+        with self._changed:
+            news, self._news = self._news, []
+            return {"text": "; ".join(news)}
 
     def do_begin_run(self, task: str, number: int, spec: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
-            self._runs[number] = RunState(spec)
+            run = self._runs[number] = RunState(spec)
+            run.miss(self._missed)
+            if self._stop_reason is not None:
+                run.stop(self._stop_reason)
             self._run_number = number
             self._changed.notify_all()
         return {}
@@ -290,6 +370,10 @@ class Coordinator:
             self._changed.notify_all()
         return {}
 
+    def do_stop_all(self, task: str, signal_name: str) -> dict[str, Any]:
+        self.stop(task, signal_name)
+        return {}
+
     def do_leave(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
         with self._changed:
             run = self._runs[number]
@@ -299,25 +383,27 @@ class Coordinator:
         return {}
 
     def do_wait_for_others(self, task: str, number: int, seconds: float) -> dict[str, Any]:
-        """Wait until all workers but the chief have left; names those that never came."""
+        """Wait until all workers but the chief have left; names those that never came.
+
+        After an early stop nobody waits for these.
+        """
         deadline = time.monotonic() + seconds
         with self._changed:
             run = self._runs[number]
 
             def absent() -> list[int]:
-                return [i for i in run.waits_for if i and not run.workers[i].joined]
+                return [i for i, state in enumerate(run.workers) if i and not state.joined]
 
-            def settled() -> bool:
-                waits_for = [i for i in run.waits_for if i]
-                return self._is_over() or waits_for == absent()
+            def waits_for() -> set[int]:
+                return {*run.waits_for} - {0}
 
-            self._changed.wait_for(settled)
+            self._changed.wait_for(lambda: self._is_over() or waits_for() <= {*absent()})
             self._changed.wait_for(
-                lambda: self._is_over() or not [i for i in run.waits_for if i],
-                max(0.0, deadline - time.monotonic()),
+                lambda: self._is_over() or not waits_for(),
+                0.0 if run.stopped_by else max(0.0, deadline - time.monotonic()),
             )
-            if self.abort_text:
-                raise _Over(self.abort_text)
+            if self._abort is not None:
+                raise _Over(self._abort)
             return {"absent": absent()}
 
     def do_interval(self, task: str, number: int) -> dict[str, Any]:
@@ -338,3 +424,7 @@ class Coordinator:
 
 class _Over(Exception):  # noqa: N818
     """The cluster ended while a task waited."""
+
+    def __init__(self, reason: Reason | None) -> None:
+        super().__init__()
+        self.reason = reason or {"what": "the cluster has ended", "do": LOOK_THERE}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends.ps.graph import PsGraph, Replica
+from hvps.backends.ps.graph import PsGraph
 from hvps.backends.ps.member import Member
 from hvps.backends.ps.rules import Handover, Rounds, apply_at_once, apply_together
+from hvps.backends.ps.towers import Replica, Towers
 from hvps.data import Batch, MicroBatch
 
 if TYPE_CHECKING:
@@ -28,14 +29,12 @@ class Outcome:
         staleness: updates by others between reading and counting; None where it has no meaning.
         rows: rows fetched from embedding tables.
         dropped: the gradient came too late for its round.
-        skipped: the last round was over before the step began.
     """
 
     loss_sum: float
     staleness: int | None
     rows: int
     dropped: bool = False
-    skipped: bool = False
 
 
 class SeedStates:
@@ -81,6 +80,7 @@ class Driver:
 
     def __init__(self, graph: PsGraph, seeds: list[list[np.ndarray]]) -> None:
         self.graph = graph
+        self._towers = Towers(graph, graph.example)
         self.local: list[Any] = []
         self.shared: list[Any] = []
         self._seeds = [SeedStates(states) for states in seeds]
@@ -91,14 +91,14 @@ class Driver:
         return self._seeds[0].states
 
     def _replica(self, worker: int, devices: Sequence[str]) -> Replica:
-        replica, local = self.graph.replica(worker, devices)
+        replica, local = self._towers.add(worker, devices)
         self.local += local
         return replica
 
     def start(self, session: Any) -> None:
         """Prepare the calls of the session."""
 
-    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+    def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         raise AssertionError("a subclass says how")
 
 
@@ -136,7 +136,7 @@ class AsyncDriver(Driver):
     def start(self, session: Any) -> None:
         self._call = _Call(session, self._replica_, self._staleness, [])
 
-    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+    def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         loss, stale, rows = self._seeds[0].run(
             lambda s: self._call(batch.micros, batch.examples, learning_rate, s)
         )
@@ -166,7 +166,7 @@ class PipelinedDriver(Driver):
         self._compute = _Call(session, self._replica_, put, [])
         self._push = session.make_callable(self._staleness)
 
-    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+    def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         with self._pulls:
             loss, _, rows = self._seeds[0].run(
                 lambda s: self._compute(batch.micros, batch.examples, learning_rate, s)
@@ -234,7 +234,7 @@ class InGraphAsyncDriver(Driver):
     def worker_of(self, lane: int) -> int:
         return self._replicas[lane].worker
 
-    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+    def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         loss, stale, rows = self._seeds[lane].run(
             lambda s: self._calls[lane](batch.micros, batch.examples, learning_rate, s)
         )
@@ -261,7 +261,7 @@ class InGraphSyncDriver(Driver):
         feeds = [feed for r in replicas for feed in r.feeds.flat()]
         self._call = session.make_callable([loss, rows, self._before, *seeds], feeds)
 
-    def run(self, lane: int, batch: Batch, learning_rate: float, step: int) -> Outcome:
+    def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         states = [s for seeds in self._seeds for s in seeds.states]
         per = len(self._seeds[0].states)
         feeds: list[Any] = []

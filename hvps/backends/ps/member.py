@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ import tensorflow as tf
 
 from hvps.backends.ps.control import Control, wait_for_port
 from hvps.backends.ps.coordinator import Coordinator
+from hvps.backends.ps.lanes import Lanes
 from hvps.backends.ps.listen import firewall_notice, listening_on
 from hvps.cluster import Cluster, Tasks
+from hvps.errors import PeerLostError
 from hvps.log import logger
 from hvps.ports import split_address
 from hvps.runtime import threads_per_rank
@@ -55,26 +58,18 @@ class Member:
         coordinator = None
         if cluster.role == "ps" and cluster.rank == 0:
             host, _ = split_address(tasks.ps[0])
-            tolerant = (
-                config.backend.replication == "between_graph" and config.backend.update != "sync"
+            between = config.backend.replication == "between_graph"
+            coordinator = Coordinator(
+                tasks,
+                host,
+                timeout,
+                tolerant=between and config.backend.update != "sync",
+                spare=config.backend.backup_workers if between else 0,
             )
-            coordinator = Coordinator(tasks, host, timeout, tolerant=tolerant)
             _announce(server.target, f"{host} {coordinator.port} {coordinator.token}")
-        else:
-            for index, address in enumerate(tasks.ps):
-                task = f"ps {index} ({address})"
-                wait_for_port(*split_address(address), task=task, timeout=timeout)
         control = None
         if coordinator is None:
-            host, port, token = _find_coordinator(server.target, timeout).split()
-            control = Control(
-                host,
-                int(port),
-                token,
-                task=cluster.name,
-                coordinator=f"ps 0 ({tasks.ps[0]})",
-                timeout=timeout,
-            )
+            control = _join(server.target, cluster, tasks, timeout)
         notice = firewall_notice([*tasks.ps, *tasks.worker])
         if notice and cluster.is_root:
             logger.info(notice)
@@ -96,6 +91,26 @@ class Member:
             allow_soft_placement=True, log_device_placement=log_placement, device_filters=filters
         )
         return v1.Session(self.target, graph=graph, config=config)
+
+
+def _join(target: str, cluster: Cluster, tasks: Tasks, timeout: float) -> Control:
+    """Find ps 0, and through it the other ps.
+
+    Raises:
+        ConfigError: the task is here already.
+        PeerLostError: a ps did not come in time; names it.
+    """
+    names = [f"ps {index} ({address})" for index, address in enumerate(tasks.ps)]
+    wait_for_port(*split_address(tasks.ps[0]), task=names[0], timeout=timeout)
+    host, port, token = _find_coordinator(target, names[0], timeout).split()
+    control = Control(
+        host, int(port), token, task=cluster.name, coordinator=names[0], timeout=timeout
+    )
+    if cluster.role == "worker":
+        control.call("meet")
+        for name, address in zip(names, tasks.ps, strict=True):  # not only here, but reached
+            wait_for_port(*split_address(address), task=name, timeout=timeout)
+    return control
 
 
 def cluster_definition(tasks: Tasks) -> Any:
@@ -143,7 +158,26 @@ def _announce(target: str, text: str) -> None:
             s.run(assign.op)
 
 
-def _find_coordinator(target: str, timeout: float) -> str:
+def _find_coordinator(target: str, task: str, timeout: float) -> str:
+    """What `_announce` has left in ps 0, whose name for people is `task`.
+
+    Raises:
+        PeerLostError: it does not answer.
+    """
+    lane = Lanes(1, lambda _lane: _read_announcement(target, timeout))
+    try:
+        return str(lane.submit().result(timeout))  # TensorFlow itself would wait for ever
+    except (FutureTimeoutError, tf.errors.FailedPreconditionError) as err:
+        raise PeerLostError(
+            f"{task} listens, but did not answer within {timeout:g} s",
+            rule="every task of the cluster is started, each at its own address",
+            do=f"look at the process of {task}: it may stand still, or be something else",
+        ) from err
+    finally:
+        lane.close()
+
+
+def _read_announcement(target: str, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     with tf.Graph().as_default():
         read = _control_variable().read_value()

@@ -151,7 +151,8 @@ class Parameters:
         if shard.shard.sparse:
             shape = tf.constant(shard.values[0].shape.as_list(), tf.int64)
             with v1.device(shard.device):
-                return [tf.IndexedSlices(payload.values, payload.indices, shape)]
+                indices = tf.cast(payload.indices, tf.int64)
+                return [tf.IndexedSlices(payload.values, indices, shape)]
         return _unpacked(payload, shard.values, shard.device)
 
 

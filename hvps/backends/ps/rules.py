@@ -8,8 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvps.backends.ps.graph import PsGraph, Replica
+from hvps.backends.ps.clipping import scaled
+from hvps.backends.ps.graph import PsGraph
+from hvps.backends.ps.parameters import merged
 from hvps.backends.ps.shards import ShardVariables, ps_device
+from hvps.backends.ps.towers import Replica
 from hvps.step import merge_rows
 
 v1 = tf.compat.v1
@@ -119,8 +122,6 @@ def _sum_payloads(payloads: list[Any], shard: ShardVariables) -> Any:
     with v1.device(shard.device):
         if not shard.shard.sparse:
             return tf.add_n(payloads)
-        from hvps.backends.ps.parameters import merged
-
         pairs = [(p.indices, p.values) for p in payloads]
         return merged(pairs, shard.values[0].shape.as_list())
 
@@ -268,8 +269,6 @@ class Rounds:
 
     def _weighed(self, gradients: list[list[Any]], taken: list[Any]) -> list[list[Any]]:
         """The mean over the examples that are in, not over all of the round's."""
-        from hvps.backends.ps.clipping import scaled
-
         with v1.device(ps_device(0)), tf.control_dependencies(taken):
             scale = self.all_examples / self._examples.read_value()
         weighed = []

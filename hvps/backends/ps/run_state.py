@@ -6,6 +6,7 @@ No locks and no sockets here: the coordinator calls these under its lock.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ class WorkerState:
         active: it has joined, and neither left nor been lost.
         dropped: gradients that came too late for their round.
         lost: how often it died.
+        behind: the others went on without it for a while.
     """
 
     claimed: list[int] = field(default_factory=list)
@@ -30,6 +32,7 @@ class WorkerState:
     active: bool = True
     dropped: int = 0
     lost: int = 0
+    behind: bool = False
 
 
 class RunState:
@@ -55,6 +58,7 @@ class RunState:
         self.staleness: Counter[int] = Counter()
         self.examples = self.steps = 0
         self.loss_sum = 0.0
+        self._count = sum(self.limits) if self.limits else self.total  # not synchronous: of steps
         self._next = 0
         self._returned: deque[int] = deque()
         self._last_round: int | None = None
@@ -70,14 +74,25 @@ class RunState:
             return self._claim_round(state, worker)
         if self.stopped_by:
             return {"end": self.stopped_by}
-        if self.limits and len(state.claimed) >= self.limits[worker]:
+        if self.limits and len(state.claimed) >= self.limits[worker] and not self._inherits(worker):
             return self._end(worker)
         if self._returned:
             return self._give(state, self._returned.popleft())
-        if self.total is None or self._next < self.total:
+        if self._count is None or self._next < self._count:
             self._next += 1
             return self._give(state, self._next - 1)
         return self._end(worker)
+
+    def _inherits(self, worker: int) -> bool:
+        """Whether more steps are left than those who are there will do by themselves: worker 0
+        does them for the others."""
+        assert self.limits is not None and self._count is not None
+        kept = sum(
+            limit - len(w.claimed)
+            for limit, w in zip(self.limits, self.workers, strict=True)
+            if w.active and len(w.claimed) < limit
+        )
+        return worker == 0 and self._next + kept < self._count
 
     def _end(self, worker: int) -> dict[str, Any] | None:
         """Worker 0 stays until nobody is left whose steps it might have to take over."""
@@ -152,17 +167,24 @@ class RunState:
         """The worker is here; returns how many steps its predecessors have finished."""
         state = self.workers[worker]
         state.joined = state.active = True
-        # Back after a failure: it goes on from where the slowest is, or all would wait for it.
-        state.clock = max(state.clock, self._slowest(worker) or 0) if state.lost else state.clock
+        if state.behind:  # it goes on from where the slowest is, or all would wait for it
+            state.clock = max(state.clock, self._slowest(worker) or 0)
+            state.behind = False
         return state.finished
 
     def leave(self, worker: int) -> None:
         self.workers[worker].active = False
 
+    def miss(self, workers: Sequence[int]) -> None:
+        """Nobody waits any longer for these workers, which have not come; they still may."""
+        for state in (self.workers[i] for i in workers if i < len(self.workers)):
+            if not state.joined:
+                state.active, state.behind = False, True
+
     def lose(self, worker: int, applied: int) -> None:
         """The worker is gone; what it had been given and was not applied is given to others."""
         state = self.workers[worker]
-        state.active = False
+        state.active, state.behind = False, True
         state.lost += 1
         if not self.synchronous:
             done = max(applied, state.finished)

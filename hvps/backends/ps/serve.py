@@ -8,39 +8,60 @@ import time
 import tensorflow as tf
 
 from hvps.backends.ps.backend import run_prefix
-from hvps.backends.ps.coordinator import Coordinator
+from hvps.backends.ps.control import Control
 from hvps.backends.ps.member import Member
 from hvps.backends.ps.shards import ps_device
-from hvps.errors import EXIT_FAILURE, EXIT_OK
+from hvps.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED
 from hvps.signals import StopSignals
 
 v1 = tf.compat.v1
 _LINGER_S = 3.0
+_POLL_S = 0.2
 
 
 def serve(member: Member) -> int:
     """Serve until the chief has finished.
 
+    A signal is passed on to those who train: they need this task until they have saved.
+
     Returns:
-        The exit code: 0, or 1 when the cluster failed.
+        The exit code: 0, or 1 when the cluster failed; if this task was asked to stop, 128 and the
+        signal's number.
     """
-    coordinator = member.coordinator
-    with StopSignals():  # the workers are asked too, and need this task until they have saved
-        return _serve(member, coordinator)
+    with StopSignals() as signals:
+        return _serve(member, signals)
 
 
-def _serve(member: Member, coordinator: Coordinator | None) -> int:
+def _serve(member: Member, signals: StopSignals) -> int:
+    coordinator, control = member.coordinator, member.control
+    code, asked = EXIT_FAILURE, False
+    if coordinator is not None:
+        coordinator.applied_steps = lambda run, worker: _applied_steps(member, run, worker)
+    while not (coordinator.wait_until_over(_POLL_S) if coordinator else _is_done(control)):
+        if asked or not any(signals.votes):
+            continue
+        asked = True
+        name, code = (
+            ("SIGTERM", EXIT_PREEMPTED) if signals.votes[0] else ("SIGINT", EXIT_INTERRUPTED)
+        )
+        if coordinator is not None:
+            coordinator.stop(member.cluster.name, name)
+        elif control is not None:
+            control.exit_code = code
+            control.call("stop_all", signal_name=name)
     if coordinator is None:
-        assert member.control is not None
-        member.control.wait_until_done()
         return EXIT_OK
-    coordinator.applied_steps = lambda run, worker: _applied_steps(member, run, worker)
-    why = coordinator.wait_until_over()
     coordinator.linger(_LINGER_S)
-    if why is None:
+    if coordinator.failure is None:
         return EXIT_OK
-    print(f"hvps: error: {member.cluster.name} ends: {why}", file=sys.stderr, flush=True)
-    return EXIT_FAILURE
+    text = f"hvps: error: {member.cluster.name} ends: {coordinator.failure}"
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _is_done(control: Control | None) -> bool:
+    assert control is not None, "only ps 0 has none"
+    return control.wait_until_done(_POLL_S)
 
 
 def _applied_steps(member: Member, run: int, worker: int) -> int:

@@ -5,6 +5,11 @@ model's, whose variables (slots, iterations) lie beside the shard. So Keras's ow
 update, with weight decay, clipping by value and averaging, and what it keeps besides slots, such as
 Nadam's product or the step that Adam corrects its bias by, is exact for the updates that this shard
 has seen.
+
+That code is traced eagerly, as a `tf.function` over variables of this process, and then called in
+the session's graph with the servers' variables in their place. Traced within a TensorFlow 1 graph
+it would be another program: there `a == b` compares Python objects, so that Keras would never find
+that it is time to overwrite weights by their average, and would not say so.
 """
 
 from __future__ import annotations
@@ -38,6 +43,21 @@ class Source:
     key: tuple[slice, ...] | None
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A variable of a shard.
+
+    Attributes:
+        slot: attribute of the optimizer that has it; None for the weight.
+        place: of its part in the shard; None for what an optimizer has one of.
+    """
+
+    slot: str | None
+    place: int | None
+    shape: tuple[int, ...]
+    dtype: tf.DType
+
+
 def ps_device(index: int) -> str:
     return f"/job:ps/task:{index}/cpu:0"
 
@@ -47,13 +67,18 @@ class ShardVariables:
 
     Args:
         shard: what it holds.
+        number: of the shard.
         prefix: of the shared names; a run's own.
         weights: the model's trainable variables.
         optimizer: the model's optimizer, built.
 
     Attributes:
         values: one `tf.Variable` per part, in the order of `shard.parts`.
+        iterations: int64, how often this shard was updated.
     """
+
+    values: list[Any]
+    iterations: Any
 
     def __init__(
         self,
@@ -64,52 +89,76 @@ class ShardVariables:
         weights: Sequence[keras.Variable],
         optimizer: keras.optimizers.Optimizer,
     ) -> None:
-        self.shard, self.number = shard, number
+        self.shard = shard
         self.device = ps_device(shard.ps)
         self._prefix = f"{prefix}/shard_{number}"
-        parts = [_part_variable(weights[part.index], part) for part in shard.parts]
-        self._parts = parts
-        self._optimizer = _copy_of(optimizer, parts, [weights[p.index] for p in shard.parts])
-        self._keras = [*parts, *optimizer_variables(self._optimizer)]
+        whole = [weights[part.index] for part in shard.parts]
+        parts = [_part_variable(w, p) for w, p in zip(whole, shard.parts, strict=True)]
+        copy = _copy_of(optimizer, parts, whole)
+        self._held, variables = _held(copy, parts)
+        self._update: Any = self._traced(copy, parts)
+        handles = {id(v.value.handle): i for i, v in enumerate(variables)}
+        self._captured = [handles[id(handle)] for handle in self._update.captured_inputs]
+
+    def _traced(self, copy: keras.optimizers.Optimizer, parts: list[keras.Variable]) -> Any:
+        """The update as a function of the learning rate and the parts' gradients."""
+
+        def update(rate: tf.Tensor, *gradients: Any) -> tf.Tensor:
+            kept = copy._learning_rate
+            before, kept._value = kept._value, rate
+            try:
+                copy.apply(list(gradients), parts)
+            finally:
+                kept._value = before
+            return tf.constant(0)
+
+        specs = [
+            tf.IndexedSlicesSpec(v.shape, v.value.dtype, tf.int64, tf.int64, [None])
+            if self.shard.sparse
+            else tf.TensorSpec(v.shape, v.value.dtype)
+            for v in parts
+        ]
+        function = tf.function(update, autograph=False, jit_compile=False)
+        return function.get_concrete_function(tf.TensorSpec([], tf.float32), *specs)
 
     def place(self) -> None:
-        """Add the variables to the default graph; what was made so far was made eagerly."""
+        """Add variables, lock and update to the default graph, and free what tracing needed."""
+        self._update.add_to_graph(v1.get_default_graph())
+        name = self._update.name
+        self._function = name.decode() if isinstance(name, bytes) else name
+        self._update = None
         with v1.device(self.device):
             self._variables = [
-                _graph_variable(f"{self._prefix}/{i}", v) for i, v in enumerate(self._keras)
+                v1.get_variable(
+                    f"{self._prefix}/{i}",
+                    shape=held.shape,
+                    dtype=held.dtype,
+                    use_resource=True,
+                    trainable=False,
+                    initializer=v1.zeros_initializer(),
+                )
+                for i, held in enumerate(self._held)
             ]
             self._lock = tf.CriticalSection(shared_name=f"{self._prefix}/lock")
-        for kept, variable in zip(self._keras, self._variables, strict=True):
-            kept._value = variable
-        _index_again(self._optimizer, self._parts)
-        self.values: list[Any] = self._variables[: len(self._parts)]
+        pairs = list(zip(self._held, self._variables, strict=True))
+        self.values = [variable for held, variable in pairs if held.slot is None]
+        (self.iterations,) = [v for held, v in pairs if held.slot == "_iterations"]
 
     def sources(
         self, weights: Sequence[keras.Variable], optimizer: keras.optimizers.Optimizer
     ) -> list[Source]:
-        """Which rows of which variable of the whole model and its optimizer each one holds."""
-        by_id = {id(v): gv for v, gv in zip(self._keras, self._variables, strict=True)}
-        mine, my_singles = slot_lists(self._optimizer, len(self._parts))
-        theirs, their_singles = slot_lists(optimizer, len(weights))
+        """Which part of which variable of the whole model and its optimizer each one holds."""
+        lists, singles = slot_lists(optimizer, len(weights))
         found: list[Source] = []
-
-        def add(kept: keras.Variable, whole: keras.Variable, part: Part | None) -> None:
-            key = None if part is None or part.whole else part.key
-            found.append(Source(by_id[id(kept)], whole, key))
-
-        for j, part in enumerate(self.shard.parts):
-            add(self._parts[j], weights[part.index], part)
-            for name, values in mine.items():
-                if values[j] is not None:
-                    add(values[j], theirs[name][part.index], part)
-        for name, kept in my_singles.items():
-            add(kept, their_singles[name], None)
+        for held, variable in zip(self._held, self._variables, strict=True):
+            if held.place is None:
+                assert held.slot is not None, "a weight is part of the shard"
+                found.append(Source(variable, singles[held.slot], None))
+                continue
+            part = self.shard.parts[held.place]
+            whole = weights[part.index] if held.slot is None else lists[held.slot][part.index]
+            found.append(Source(variable, whole, None if part.whole else part.key))
         return found
-
-    @property
-    def iterations(self) -> tf.Variable:
-        """int64: how often this shard was updated."""
-        return self._optimizer._iterations._value
 
     def apply(self, gradients: Sequence[Any], learning_rate: tf.Tensor, *, locked: bool) -> Any:
         """The operation that updates the shard.
@@ -119,48 +168,26 @@ class ShardVariables:
             learning_rate: float32 scalar.
             locked: other graphs may update the shard at the same time.
         """
-
-        def update(*flat: Any) -> tf.Tensor:
-            rate, *rest = flat
-            grads = tf.nest.pack_sequence_as(list(gradients), rest, expand_composites=True)
-            rate_variable = self._optimizer._learning_rate
-            before = rate_variable._value
-            rate_variable._value = rate
-            try:
-                self._optimizer.apply(grads, self._parts)
-            finally:
-                rate_variable._value = before
-            return tf.constant(0)
-
-        flat = tf.nest.flatten(list(gradients), expand_composites=True)
-        function = tf.function(update, autograph=False, jit_compile=False)
         with v1.device(self.device):
-            if locked:
-                return self._lock.execute(lambda: function(learning_rate, *flat)).op
-            return function(learning_rate, *flat).op
+            flat = tf.nest.flatten(list(gradients), expand_composites=True)
+            handles = [self._variables[i].handle for i in self._captured]
+
+            def update() -> tf.Tensor:
+                (done,) = tf.raw_ops.StatefulPartitionedCall(
+                    args=[learning_rate, *flat, *handles], Tout=[tf.int32], f=self._function
+                )
+                return done
+
+            return self._lock.execute(update).op if locked else update().op
 
 
 def _part_variable(weight: keras.Variable, part: Part) -> keras.Variable:
     """A Keras variable with the part's rows, known to optimizers by the weight's own name."""
-    if part.whole:
-        value = np.asarray(weight)
-    else:
-        value = np.asarray(weight.value[part.key])
+    value = np.asarray(weight) if part.whole else np.asarray(weight.value[part.key])
     variable = keras.Variable(value, dtype=weight.dtype, name=weight.name)
     variable._path = weight.path
     variable.constraint = weight.constraint
     return variable
-
-
-def _graph_variable(name: str, variable: keras.Variable) -> Any:
-    return v1.get_variable(
-        name,
-        shape=tuple(variable.shape),
-        dtype=variable.value.dtype,
-        use_resource=True,
-        trainable=False,
-        initializer=v1.zeros_initializer(),
-    )
 
 
 def _copy_of(
@@ -174,26 +201,33 @@ def _copy_of(
     copy.loss_scale_factor = None  # the loss is not scaled here, so there is nothing to undo
     copy.build(parts)
     fuse_update(copy)
-    decays = {id(p): optimizer._use_weight_decay(w) for p, w in zip(parts, weights, strict=True)}
-
-    def use_weight_decay(variable: Any) -> bool:
-        return decays[id(parts[copy._get_variable_index(variable)])]
-
-    copy._use_weight_decay = use_weight_decay
+    decays = [optimizer._use_weight_decay(weight) for weight in weights]
+    copy._use_weight_decay = lambda variable: decays[copy._get_variable_index(variable)]
     return copy
 
 
-def _index_again(optimizer: keras.optimizers.Optimizer, parts: list[keras.Variable]) -> None:
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(part): i for i, part in enumerate(parts)
-    }
+def _held(
+    optimizer: keras.optimizers.Optimizer, parts: list[keras.Variable]
+) -> tuple[list[_Held], list[keras.Variable]]:
+    """What a shard consists of, and the variables that stood for it when it was traced."""
+    found = [(_described(v, None, i), v) for i, v in enumerate(parts)]
+    lists, singles = slot_lists(optimizer, len(parts))
+    for name, values in lists.items():
+        found += [(_described(v, name, i), v) for i, v in enumerate(values) if v is not None]
+    found += [(_described(v, name, None), v) for name, v in singles.items()]
+    return [held for held, _ in found], [variable for _, variable in found]
+
+
+def _described(variable: keras.Variable, slot: str | None, place: int | None) -> _Held:
+    return _Held(slot, place, tuple(variable.shape), variable.value.dtype)
 
 
 def slot_lists(
     optimizer: keras.optimizers.Optimizer, count: int
 ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """An optimizer's variables by attribute: lists of `count` (None where a variable has no such
-    slot), and single ones. Keras's own list of them leaves some out, such as Nadam's product."""
+    slot), and single ones, without the learning rate. Keras's own list of them leaves some out,
+    such as Nadam's product."""
     lists: dict[str, list[Any]] = {}
     single: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
@@ -207,11 +241,3 @@ def slot_lists(
             if any(known) and all(k or v is None for k, v in zip(known, value, strict=True)):
                 lists[name] = list(value)
     return lists, single
-
-
-def optimizer_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """All variables that an optimizer's update reads or writes, without the learning rate."""
-    lists, single = slot_lists(optimizer, len(optimizer._trainable_variables))
-    found = [v for values in lists.values() for v in values if v is not None]
-    found += single.values()
-    return list({id(v): v for v in found}.values())

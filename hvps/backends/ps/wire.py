@@ -67,5 +67,11 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
         OSError: nobody listens there.
     """
     connection = socket.create_connection((host, port), timeout)
+    if connection.getsockname() == connection.getpeername():
+        # Nobody listens there, and the kernel has given the connection that very port as its own
+        # end. It must be free again at once for the one who is to listen.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        raise ConnectionRefusedError(f"{host}:{port}: connected to itself")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
