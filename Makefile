@@ -21,7 +21,7 @@ IN_VENV = exec env PATH="$$PWD/.venv/bin:$$PATH"
 NP ?= 2
 CONFIG ?= configs/allreduce.yaml
 
-.PHONY: help install train ps-demo test test-all test-quick parity lint bench clean
+.PHONY: help install train ps-demo test test-all test-quick test-netlab parity lint bench bench-ps bench-network clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,8 +49,9 @@ test-all: lint ## lint and run all tests, the slow ones too
 test-quick: install ## the unit tests only
 	@$(IN_VENV) python -m pytest -q tests/unit $(ARGS)
 
-parity: install ## show how far many ranks are from one, in the weights they train
-	@$(IN_VENV) python -m pytest -q -s tests/distributed/test_parity.py $(ARGS)
+parity: install ## show how far ranks and parameter servers are from one process, in the weights
+	@$(IN_VENV) python -m pytest -q -s tests/distributed/test_parity.py \
+	  tests/distributed/test_ps_parity.py $(ARGS)
 
 lint: install ## ruff and mypy
 	@$(IN_VENV) ruff check -q .
@@ -59,6 +60,15 @@ lint: install ## ruff and mypy
 
 bench: install ## measure step times
 	@$(IN_VENV) python -m benchmarks.step_time $(ARGS)
+
+bench-ps: install ## measure steps per second of parameter servers, beside TensorFlow's own
+	@$(IN_VENV) python -m benchmarks.ps_step_rate $(ARGS)
+
+bench-network: install ## measure parameter servers against the limit of shaped links (root)
+	@$(IN_VENV) python -m benchmarks.ps_network $(ARGS)
+
+test-netlab: install ## the tests that need root and network namespaces
+	@$(IN_VENV) python -m pytest -q tests/netlab $(ARGS)
 
 clean: ## remove .venv and build leftovers; runs/ and the wheel cache stay
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -290,8 +290,20 @@ class Staged(Regression):
     something to a task, until the current folder has a file "go".
 
     A process that has fetched 40 examples leaves a file "fetched.PID". With HVPS_TEST_FAIL_AT the
-    example of that number, counted in this process, cannot be read.
+    example of that number, counted in this process, cannot be read; with HVPS_TEST_SAVE the model
+    takes so many seconds to save.
     """
+
+    def build_model(self) -> keras.Model:
+        model = super().build_model()
+        save, seconds = model.save, float(os.environ.get("HVPS_TEST_SAVE", "0"))
+
+        def save_slowly(path: Any) -> None:
+            time.sleep(seconds)
+            save(path)
+
+        object.__setattr__(model, "save", save_slowly)
+        return model
 
     def train_data(self) -> Any:
         return _Staged(*super().train_data())

@@ -1,9 +1,10 @@
 """python -m tests.distributed.ps_cases FILE [ROLE INDEX]: many small runs on one cluster.
 
 Starting a task costs seconds, most of it TensorFlow's import; so one cluster runs many
-configurations, one after the other, through the same code as hvps.train. FILE is JSON: `tasks` (the
-addresses), `common` overrides, and `cases`: for each run its name, overrides, perhaps a `config` file
-and how many of the workers take part. Each leaves its folder under runs/NAME, with state.npz beside the result.
+configurations, one after the other, through the same code as hvps.train. FILE is JSON: `tasks`
+(the addresses), `common` overrides, and `cases`: for each run its name, overrides, perhaps a
+`config` file, and how many of the workers take part. Each leaves its folder under runs/NAME, with
+state.npz beside the result.
 Without ROLE and INDEX the same runs are made in one process.
 """
 

@@ -221,6 +221,28 @@ def test_async_workers_come_back_fail_and_come_twice(staged: Clusters) -> None:
     assert 0 < done < result["worker_steps"][1]
 
 
+@pytest.mark.timeout(240)
+def test_async_goes_on_without_a_worker_that_stands_still(staged: Clusters) -> None:
+    """What it was working at is done by others; when it goes on, it ends."""
+    stall = f"backend.stall_timeout={STALL_TIMEOUT}"
+    cluster = staged(1, 2, [*COMMON, "train.steps=400", stall])
+    cluster.start_all()
+    pid = cluster.jobs["worker 1"].process.pid
+    cluster.signal("worker 1", signal.SIGSTOP)
+    told = f"worker 1 (pid {pid} on "
+    cluster.wait_for("worker 0", lambda: told in cluster.jobs["worker 0"].output, "news")
+    cluster.let_go()
+    codes = cluster.wait(FINISH_TIMEOUT, *cluster.others("worker 1"))
+    assert set(codes.values()) == {0}, cluster.cluster.outputs
+    assert "stands still: it was silent for" in cluster.jobs["worker 0"].output
+    result = result_of(cluster.run)
+    assert result["steps"] == sum(result["worker_steps"]) == 400
+    assert result["lost_updates"] == 0
+    cluster.signal("worker 1", signal.SIGCONT)
+    assert cluster.wait(END_TIMEOUT, "worker 1") == {"worker 1": 1}
+    assert "worker 1 itself stood still for" in cluster.jobs["worker 1"].output
+
+
 # --- a loss that cannot be borne ---
 
 
@@ -246,7 +268,9 @@ def test_a_killed_chief_ends_all(staged: Clusters) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("arguments", [[SYNC], [IN_GRAPH, SYNC], [IN_GRAPH]])
+@pytest.mark.parametrize(
+    "arguments", [[SYNC], [IN_GRAPH, SYNC], pytest.param([IN_GRAPH], marks=pytest.mark.slow)]
+)
 def test_a_killed_worker_ends_all_who_wait_for_it(staged: Clusters, arguments: list[str]) -> None:
     cluster = staged(1, 2, [*ENDLESS, *arguments])
     cluster.start_all()
@@ -275,7 +299,13 @@ def test_sync_ends_with_a_worker_that_fails(staged: Clusters) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("ps 0", []), ("ps 1", []), ("worker 1", [SYNC]), ("worker 0", [])]
+    ("name", "arguments"),
+    [
+        ("ps 0", []),
+        ("ps 1", []),
+        pytest.param("worker 1", [SYNC], marks=pytest.mark.slow),
+        pytest.param("worker 0", [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_task_that_stands_still_ends_all(
     staged: Clusters, name: str, arguments: list[str]
@@ -309,7 +339,7 @@ def test_a_task_that_stands_still_ends_all(
         ("ps 1", []),
         ("worker 0", []),
         ("worker 2", [SYNC]),
-        ("worker 2", [SYNC, IN_GRAPH]),
+        pytest.param("worker 2", [SYNC, IN_GRAPH], marks=pytest.mark.slow),
     ],
 )
 def test_a_needed_task_that_never_comes_is_named(
@@ -394,9 +424,9 @@ def _loaded(job: Job) -> bool:
     [
         ("worker 0", [], signal.SIGTERM),
         ("worker 1", [SYNC], signal.SIGTERM),
-        ("worker 0", [IN_GRAPH], signal.SIGINT),
+        pytest.param("worker 0", [IN_GRAPH], signal.SIGINT, marks=pytest.mark.slow),
         ("ps 1", [], signal.SIGTERM),
-        ("ps 0", [SYNC], signal.SIGINT),
+        pytest.param("ps 0", [SYNC], signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_task_stops_all(

@@ -23,6 +23,7 @@ from hvps.cluster import Tasks
 from hvps.errors import PeerLostError
 
 BEAT_S = 0.5
+SIGNALS = ("SIGTERM", "SIGINT")
 _HELLO_TIMEOUT_S = 10.0
 
 
@@ -375,11 +376,20 @@ class Coordinator:
         return {}
 
     def do_leave(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
+        """The worker has done its part.
+
+        After a stop by signal it stays until the chief has saved: its exit code is not 0 then, and
+        mpirun ends all others at the first of these.
+        """
         with self._changed:
             run = self._runs[number]
             self._report(run, worker, done)
             run.leave(worker)
             self._changed.notify_all()
+            if worker and run.stopped_by in SIGNALS:
+                self._changed.wait_for(lambda: self._is_over() or self._run_number != number)
+                if self._abort is not None:
+                    raise _Over(self._abort)
         return {}
 
     def do_wait_for_others(self, task: str, number: int, seconds: float) -> dict[str, Any]:

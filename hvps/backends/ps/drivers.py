@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvps.backends.ps.graph import PsGraph
 from hvps.backends.ps.member import Member
-from hvps.backends.ps.rules import Handover, Rounds, apply_at_once, apply_together
+from hvps.backends.ps.rules import Handover, Rounds, apply_at_once, apply_together, hand_over
 from hvps.backends.ps.towers import Replica, Towers
 from hvps.data import Batch, MicroBatch
 
@@ -90,8 +90,13 @@ class Driver:
         """States of the first replica's seed generators."""
         return self._seeds[0].states
 
-    def _replica(self, worker: int, devices: Sequence[str]) -> Replica:
-        replica, local = self._towers.add(worker, devices)
+    def _replica(
+        self,
+        worker: int,
+        devices: Sequence[str],
+        through: Callable[[Any, str], Any] | None = None,
+    ) -> Replica:
+        replica, local = self._towers.add(worker, devices, through)
         self.local += local
         return replica
 
@@ -146,8 +151,8 @@ class AsyncDriver(Driver):
 class PipelinedDriver(Driver):
     """The same with several steps in flight: while one fetches weights, another sends gradients.
 
-    A step that has computed its gradients leaves them in a queue on the worker and sends what is
-    next there, its own or those of a step that was faster.
+    A step has three stages, each a run of the session. What a stage has done waits in a queue on
+    the worker, where the next stage takes what is first, of this step or of one that was faster.
     """
 
     def __init__(
@@ -155,24 +160,33 @@ class PipelinedDriver(Driver):
     ) -> None:
         super().__init__(graph, seeds)
         self.lanes = config.pipeline
-        self._replica_ = self._replica(worker, config.devices)
-        self._handover = Handover(graph, self._replica_, self.lanes)
-        self._staleness = apply_at_once(graph, self._handover.replica, alone=False)
-        one_way = max(1, self.lanes // 2)
-        self._pulls, self._pushes = threading.Semaphore(one_way), threading.Semaphore(one_way)
+
+        def through(fetched: Any, device: str) -> Any:
+            name = f"{graph.shape.prefix}/fetched_{worker}"
+            handover = Handover(fetched, device=device, capacity=self.lanes, name=name)
+            self._fetched = handover.put
+            return handover.taken
+
+        self._replica_ = self._replica(worker, config.devices, through)
+        self._computed, replica = hand_over(graph, self._replica_, self.lanes)
+        self._staleness = apply_at_once(graph, replica, alone=False)
+        self._stages = [threading.Semaphore(max(1, self.lanes // 2)) for _ in range(3)]
 
     def start(self, session: Any) -> None:
-        put = self._handover.put
-        self._compute = _Call(session, self._replica_, put, [])
-        self._push = session.make_callable(self._staleness)
+        self._fetch = session.make_callable(self._fetched)
+        self._compute = _Call(session, self._replica_, self._computed, [])
+        self._send = session.make_callable(self._staleness)
 
     def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
-        with self._pulls:
+        fetching, computing, sending = self._stages
+        with fetching:
+            self._fetch()
+        with computing:
             loss, _, rows = self._seeds[0].run(
                 lambda s: self._compute(batch.micros, batch.examples, learning_rate, s)
             )
-        with self._pushes:
-            return Outcome(loss, int(self._push()), rows)
+        with sending:
+            return Outcome(loss, int(self._send()), rows)
 
 
 class SyncDriver(Driver):

@@ -43,41 +43,56 @@ def apply_at_once(graph: PsGraph, replica: Replica, *, alone: bool) -> tf.Tensor
 
 
 class Handover:
-    """Between computing gradients and sending them: a queue on the worker.
+    """A queue on a worker, between two runs of the session that make one step.
 
-    With it a step is two runs of the session, so that one step's weights come down the link while
-    another's gradients go up. In a single run both would be under way at the same time too, but in
-    step with each other: first both pull, then both push, and half of the link stands idle.
+    With one between fetching weights and computing, and one between computing and sending, one
+    step's weights come down the link while another's gradients go up. In a single run both would be
+    under way at the same time too, but in step with each other: first both fetch, then both send,
+    and half of the link stands idle.
 
     Args:
-        capacity: steps whose gradients may wait.
+        carried: a nest of tensors on the worker.
+        capacity: steps for which they may wait.
+
+    Attributes:
+        put: the operation that ends the first run.
+        taken: the same nest, in the second run.
     """
 
-    def __init__(self, graph: PsGraph, replica: Replica, capacity: int) -> None:
-        carried = [replica.payloads, replica.state_payloads, replica.learning_rate, replica.begun]
+    def __init__(self, carried: Any, *, device: str, capacity: int, name: str) -> None:
         tensors = tf.nest.flatten(carried, expand_composites=True)
-        with v1.device(replica.device):
-            queue = v1.FIFOQueue(
-                capacity,
-                [tensor.dtype for tensor in tensors],
-                shared_name=f"{graph.shape.prefix}/handover_{replica.worker}",
-            )
-            with tf.control_dependencies(replica.control):
-                self.put = queue.enqueue([tf.identity(tensor) for tensor in tensors])
+        with v1.device(device):
+            queue = v1.FIFOQueue(capacity, [t.dtype for t in tensors], shared_name=name)
+            self.put = queue.enqueue([tf.identity(tensor) for tensor in tensors])
             taken = queue.dequeue()
+        taken = taken if isinstance(taken, list) else [taken]
         for tensor, like in zip(taken, tensors, strict=True):
             tensor.set_shape(like.shape)
-        payloads, states, rate, begun = tf.nest.pack_sequence_as(
-            carried, taken, expand_composites=True
+        self.taken = tf.nest.pack_sequence_as(carried, taken, expand_composites=True)
+
+
+def hand_over(graph: PsGraph, replica: Replica, capacity: int) -> tuple[Any, Replica]:
+    """Divide a replica's step between computing gradients and sending them.
+
+    Returns:
+        The operation that computes, and a replica whose gradients are those of earlier calls of it.
+    """
+    with tf.control_dependencies(replica.control):
+        handover = Handover(
+            [replica.payloads, replica.state_payloads, replica.learning_rate, replica.begun],
+            device=replica.device,
+            capacity=capacity,
+            name=f"{graph.shape.prefix}/computed_{replica.worker}",
         )
-        self.replica = replace(
-            replica,
-            payloads=payloads,
-            state_payloads=states,
-            learning_rate=rate,
-            begun=begun,
-            control=[],
-        )
+    payloads, states, rate, begun = handover.taken
+    return handover.put, replace(
+        replica,
+        payloads=payloads,
+        state_payloads=states,
+        learning_rate=rate,
+        begun=begun,
+        control=[],
+    )
 
 
 def _move_state(graph: PsGraph, replica: Replica, alone: bool) -> list[Any]:

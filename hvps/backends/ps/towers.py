@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,14 @@ class Towers:
         self._graph, self._example = graph, example
         self._others = graph.others
 
-    def add(self, worker: int, devices: Sequence[str]) -> tuple[Replica, list[Any]]:
+    def add(
+        self, worker: int, devices: Sequence[str], through: Callable[[Any, str], Any] | None = None
+    ) -> tuple[Replica, list[Any]]:
         """Add a worker's towers to the default graph.
+
+        Args:
+            through: what the weights go through when they have come to the worker; is given a nest
+                of tensors and the worker's device.
 
         Returns:
             The replica, and (variable, value) pairs of what lies on the worker itself.
@@ -92,6 +98,13 @@ class Towers:
         begun = self._graph.counters.read()
         weights = self._graph.parameters.pull(home)
         state = self._graph.state.pull(home)
+        if through is not None:
+            tables = [i for i, weight in enumerate(weights) if weight is None]
+            dense = [weight for weight in weights if weight is not None]
+            dense, state, begun = through([dense, state, begun], home)
+            weights = list(dense)
+            for i in tables:
+                weights.insert(i, None)
         fixed, local = self._fixed_values(home, worker)
         gradients: dict[int, list[Any]] = {}
         rows: dict[int, list[tuple[Any, Any]]] = {}
