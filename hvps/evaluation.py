@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.backends import Backend
-from hvps.data import Feed
+from hvps.batches import Feed
 from hvps.errors import ConfigError
 from hvps.step import AnyBatch, forward, per_example_loss
 

@@ -11,10 +11,11 @@ from typing import Any
 import keras
 
 from hvps.backends import Backend
+from hvps.batches import Feed
 from hvps.cli import render_config
 from hvps.cluster import Cluster
 from hvps.config import Config
-from hvps.data import Feed, make_feed
+from hvps.data import make_feed
 from hvps.errors import ConfigError
 from hvps.evaluation import Evaluator
 from hvps.log import log_to_file, logger, start_logging

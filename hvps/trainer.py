@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from hvps.backends import Backend, Interval, StepOutput
+from hvps.batches import Batch, Feed
 from hvps.callbacks import EarlyStopping, check_finite
-from hvps.data import Batch, Feed
 from hvps.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED
 from hvps.evaluation import Evaluator
 from hvps.metrics import Writers

@@ -15,9 +15,9 @@ import numpy as np
 if TYPE_CHECKING:
     import keras
 
+    from hvps.batches import Batch, Feed
     from hvps.cluster import Cluster
     from hvps.config import Config
-    from hvps.data import Batch, Feed
     from hvps.schedule import Schedule
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.backends import Interval, StepOutput
+from hvps.batches import Batch, Feed, consecutive
 from hvps.cluster import Cluster
-from hvps.data import Batch, Feed, consecutive
 from hvps.fused_update import fuse_update
 from hvps.step import AnyBatch, Gradient, loss_and_gradients
 

@@ -18,7 +18,9 @@ import pytest
 import tensorflow as tf
 
 from hvps import data as hvps_data
-from hvps.data import Batch, DatasetFeed, Feed, MicroBatch, make_feed, prefetched
+from hvps.batches import Batch, Feed, MicroBatch, prefetched
+from hvps.data import make_feed
+from hvps.dataset_feed import DatasetFeed
 from hvps.errors import ConfigError
 from hvps.sampling import permuted
 from hvps.sources import Source

@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from hvps.backends import StepOutput, make_backend
 from hvps.backends.local import LocalBackend, by_path
+from hvps.batches import Batch
 from hvps.cluster import Cluster
-from hvps.data import Batch, make_feed
+from hvps.data import make_feed
 from hvps.overrides import load_config
 from hvps.runtime import seed_rank
 from hvps.schedule import make_schedule

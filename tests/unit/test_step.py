@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from hvps.backends.local import LocalBackend
+from hvps.batches import Batch, MicroBatch
 from hvps.cluster import Cluster
-from hvps.data import Batch, MicroBatch
 from hvps.errors import ConfigError
 from hvps.step import AnyBatch, forward, loss_and_gradients, merge_rows, per_example_loss
 

@@ -27,8 +27,8 @@ from hvps.errors import ConfigError
 from hvps.log import logger
 
 if TYPE_CHECKING:
+    from hvps.batches import Batch, Feed
     from hvps.config import Config
-    from hvps.data import Batch, Feed
     from hvps.schedule import Schedule
 
 

@@ -14,7 +14,7 @@ from hvps.backends.ps.graph import PsGraph
 from hvps.backends.ps.member import Member
 from hvps.backends.ps.rules import Handover, Rounds, apply_at_once, apply_together, hand_over
 from hvps.backends.ps.towers import Replica, Towers
-from hvps.data import Batch, MicroBatch
+from hvps.batches import Batch, MicroBatch
 
 if TYPE_CHECKING:
     from hvps.config import BackendConfig

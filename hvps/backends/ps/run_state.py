@@ -86,7 +86,8 @@ class RunState:
     def _inherits(self, worker: int) -> bool:
         """Whether more steps are left than those who are there will do by themselves: worker 0
         does them for the others."""
-        assert self.limits is not None and self._count is not None
+        assert self.limits is not None
+        assert self._count is not None
         kept = sum(
             limit - len(w.claimed)
             for limit, w in zip(self.limits, self.workers, strict=True)
