@@ -160,13 +160,13 @@ def what_happened(other: str, own: str, err: ConnectionLost, silent: float, time
     """Say why `other` is not heard of any more.
 
     Args:
-        own: this task. If it stood still itself, the other one has gone meanwhile.
+        own: this task, which may have stood still itself until the other one had gone.
         silent: seconds for which nothing was heard.
     """
     if "silent" in str(err):
         return f"{other} stands still: it was {err}"
     if silent >= timeout:
-        return f"{own} itself stood still for {silent:.0f} s and was given up; {other} is gone"
+        return f"{own} itself stood still for {silent:.0f} s and was given up meanwhile"
     return f"{other} died"
 
 

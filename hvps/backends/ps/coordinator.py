@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._members: dict[str, _Member] = {}
         self._missed: list[int] = []  # workers that had not come when they were looked for
+        self._losing: set[str] = set()  # workers whose last updates are being counted
         self._board: dict[str, Any] = {}
         self._news: list[str] = []
         self._answering = 0
@@ -174,7 +176,7 @@ class Coordinator:
                 if hello["kind"] == "beats":
                     self._watch(connection, hello["task"], hello["where"])
                 else:
-                    self._serve(connection, hello["task"])
+                    self._serve(connection, hello["task"], hello["where"])
             except (ConnectionLost, KeyError):
                 return
 
@@ -203,6 +205,8 @@ class Coordinator:
         except ConnectionLost as err:
             silent = time.monotonic() - heard
             text = what_happened(f"{task} ({where})", "ps 0", err, silent, self._timeout)
+            with suppress(OSError):  # should it only have stood still, it ends at once
+                connection.shutdown(socket.SHUT_RDWR)
         with self._changed:
             if me.state == "here" and not self._is_over():
                 me.state = "lost"
@@ -226,20 +230,34 @@ class Coordinator:
             return
         applied = 0
         if self.applied_steps is not None and run.workers[worker].claimed:
+            self._losing.add(task)
             self._changed.release()  # it asks TensorFlow, which may take a while
             try:
                 applied = self.applied_steps(number, worker)
             finally:
                 self._changed.acquire()
+                self._losing.discard(task)
         run.lose(worker, applied)
 
     # --- calls ---
 
-    def _serve(self, connection: socket.socket, task: str) -> None:
+    def _serve(self, connection: socket.socket, task: str, where: str) -> None:
+        """One task's questions; its beats have begun, or will in a moment."""
+
+        def me() -> _Member | None:
+            member = self._members.get(task)
+            return member if member is not None and member.where == where else None
+
+        with self._changed:
+            if not self._changed.wait_for(me, _HELLO_TIMEOUT_S):
+                return
         while True:
             message = receive(connection, None)
             verb = message.pop("verb")
             with self._changed:
+                member = me()
+                if member is None or member.state == "lost":
+                    return  # it was given up, and others do its work
                 self._answering += 1
             try:
                 answer = getattr(self, f"do_{verb}")(task, **message)
@@ -321,7 +339,8 @@ class Coordinator:
 
             def ready() -> RunState | None:
                 run = self._runs.get(number)
-                return run if run is not None and run.ready else None
+                settled = task not in self._losing  # what its predecessor has done
+                return run if run is not None and run.ready and settled else None
 
             run = self._wait(ready)
             return {"finished": run.join(worker), "spec": run.spec}
