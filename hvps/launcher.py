@@ -128,7 +128,7 @@ class Supervisor:
         commands: Mapping[str, Sequence[str]],
         *,
         grace: float = 15.0,
-        kill_after: float = 5.0,
+        kill_after: float = 15.0,
     ) -> None:
         self._commands = commands
         self._grace = grace

@@ -67,6 +67,18 @@ class Staged:
     def start(self, *names: str, env: dict[str, str] | None = None) -> None:
         self.cluster.start(*names, env=env)
 
+    def start_again(self, name: str, tasks: dict[str, list[str]]) -> str:
+        """Start a task that is there, at its address in `tasks`; returns what the second one said
+        when it was refused."""
+        second = PsCluster(self.folder / "twice", tasks, self.cluster.arguments)
+        second.folder.mkdir(exist_ok=True)
+        try:
+            second.start(name)
+            assert second.wait(START_TIMEOUT) == {name: 2}
+        finally:
+            second.end()
+        return second.outputs
+
     def start_all(self) -> None:
         """Start the ps, and when they listen, the workers; wait until all train."""
         names = self.cluster.names
@@ -190,12 +202,12 @@ def test_async_workers_come_back_fail_and_come_twice(staged: Clusters) -> None:
         assert re.search(r"worker 2 of 3 failed: OSError: example \d+ cannot be read", text)
         assert "Traceback" in text
 
-    cluster.start("worker 1")  # it is here
-    twice = cluster.jobs.pop("worker 1 again")
-    assert twice.wait(START_TIMEOUT) == 2
     pid = cluster.jobs["worker 1"].process.pid
     port = cluster.address["worker 1"].rpartition(":")[2]
-    assert f"worker 1: port {port} is in use by pid {pid} (" in twice.output
+    twice = cluster.start_again("worker 1", cluster.cluster.tasks)
+    assert f"worker 1: port {port} is in use by pid {pid} (" in twice
+    twice = cluster.start_again("worker 1", new_tasks(2, 3) | {"ps": cluster.cluster.tasks["ps"]})
+    assert f"worker 1 is here already: pid {pid} on " in twice
 
     cluster.signal("worker 1", signal.SIGKILL)
     cluster.wait(5, "worker 1")
@@ -365,13 +377,13 @@ def test_a_needed_task_that_never_comes_is_named(
 
 @pytest.mark.timeout(180)
 def test_all_wait_for_ps_0(staged: Clusters) -> None:
-    """Nobody is there, or somebody who does not answer."""
-    cluster = staged(2, 1, [*ENDLESS, f"backend.stall_timeout={STALL_TIMEOUT}"])
+    """Somebody is there who does not answer, or nobody."""
+    cluster = staged(2, 1, [*ENDLESS, "backend.stall_timeout=3"])
     address = cluster.address["ps 0"]
     with socket.create_server(split_address(address)):
         cluster.start("worker 0")
         assert cluster.wait(START_TIMEOUT) == {"worker 0": 1}
-    named = f"ps 0 ({address}) listens, but did not answer within {STALL_TIMEOUT} s"
+    named = f"ps 0 ({address}) listens, but did not answer within 3 s"
     assert named in cluster.jobs["worker 0"].output
     cluster.start("ps 1")
     assert cluster.wait(START_TIMEOUT, "ps 1") == {"ps 1": 1}

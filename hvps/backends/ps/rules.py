@@ -229,16 +229,18 @@ class Rounds:
             fresh = tf.equal(before[0], step)
             count = tf.where(fresh, before[1], tf.zeros_like(before[1]))
             examples = tf.where(fresh, known, 0.0)
-            is_in = tf.equal(self.round, step) & (count < tf.cast(self.needed, tf.int64))
+            is_in = tf.equal(round_, step) & (count < tf.cast(needed, tf.int64))
             after = tf.stack([step, count + tf.cast(is_in, tf.int64)])
             assigns = [
                 self._admitted.assign(after, read_value=False),
                 self._examples.assign(examples + tf.where(is_in, mine, 0.0), read_value=False),
             ]
             with tf.control_dependencies(assigns):
-                return tf.where(is_in, self.round, tf.constant(-1, tf.int64))
+                return tf.where(is_in, round_, tf.constant(-1, tf.int64))
 
         with v1.device(ps_device(0)):
+            # Here before the lock is taken: who holds it waits for no other task.
+            mine, round_, needed = map(tf.identity, (mine, self.round, self.needed))
             return self._lock.execute(decide)
 
     # --- the chief's part ---

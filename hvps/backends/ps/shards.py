@@ -169,6 +169,8 @@ class ShardVariables:
             locked: other graphs may update the shard at the same time.
         """
         with v1.device(self.device):
+            # The lock is taken when all is here, on the ps: who holds it waits for no other task.
+            learning_rate = tf.identity(learning_rate)
             flat = tf.nest.flatten(list(gradients), expand_composites=True)
             handles = [self._variables[i].handle for i in self._captured]
 
