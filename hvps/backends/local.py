@@ -177,24 +177,13 @@ class LocalBackend:
         """Nobody to differ from."""
 
     def variables(self) -> dict[str, keras.Variable]:
-        """Weights, seed-generator states and optimizer variables by a name that holds no layout."""
-        return {
-            **by_path(self._model.variables, "model/"),
-            **by_path(self._optimizer.variables, "optimizer/"),
-        }
+        return whole_state(self._model, self._optimizer)
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: np.asarray(v) for name, v in self.variables().items()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        variables = self.variables()
-        if state.keys() != variables.keys():
-            raise ValueError(f"names differ: {sorted(state.keys() ^ variables.keys())}")
-        for name, variable in variables.items():
-            if tuple(variable.shape) != state[name].shape:
-                raise ValueError(f"{name}: shape {variable.shape}, not {state[name].shape}")
-        for name, variable in variables.items():
-            variable.assign(state[name])
+        load_variables(self.variables(), state)
 
     def sync_model(self) -> None:
         """The eager model is what was trained."""
@@ -204,6 +193,31 @@ class LocalBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def whole_state(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> dict[str, keras.Variable]:
+    """Weights, seed-generator states and optimizer variables by a name that holds no layout."""
+    return {
+        **by_path(model.variables, "model/"),
+        **by_path(optimizer.variables, "optimizer/"),
+    }
+
+
+def load_variables(variables: dict[str, keras.Variable], state: dict[str, np.ndarray]) -> None:
+    """Set variables to the arrays of the same names, all or none.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape differs.
+    """
+    if state.keys() != variables.keys():
+        raise ValueError(f"names differ: {sorted(state.keys() ^ variables.keys())}")
+    for name, variable in variables.items():
+        if tuple(variable.shape) != state[name].shape:
+            raise ValueError(f"{name}: shape {variable.shape}, not {state[name].shape}")
+    for name, variable in variables.items():
+        variable.assign(state[name])
 
 
 def by_path(variables: Sequence[keras.Variable], prefix: str = "") -> dict[str, keras.Variable]:

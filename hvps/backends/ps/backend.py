@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvps.backends import Interval, StepOutput
 from hvps.backends.identity import compare, flattened
-from hvps.backends.local import by_path
+from hvps.backends.local import by_path, load_variables
 from hvps.backends.ps.drivers import Driver, Outcome, SyncDriver, make_driver
 from hvps.backends.ps.graph import PsGraph, Shape
 from hvps.backends.ps.lanes import Lanes
@@ -419,11 +419,7 @@ class PsBackend:
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Set what `state()` returned, before the work begins."""
-        variables = self._served.variables()
-        if state.keys() != variables.keys():
-            raise ValueError(f"names differ: {sorted(state.keys() ^ variables.keys())}")
-        for name, variable in variables.items():
-            variable.assign(state[name])
+        load_variables(self._served.variables(), state)
 
     def barrier(self) -> None:
         """Nobody has to wait: the chief keeps the files, and the ps stay until it is done."""

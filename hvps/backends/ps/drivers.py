@@ -245,9 +245,6 @@ class InGraphAsyncDriver(Driver):
         pairs = zip(self._replicas, self._results, strict=True)
         self._calls = [_Call(session, replica, result, []) for replica, result in pairs]
 
-    def worker_of(self, lane: int) -> int:
-        return self._replicas[lane].worker
-
     def run(self, lane: int, batch: Batch, learning_rate: float) -> Outcome:
         loss, stale, rows = self._seeds[lane].run(
             lambda s: self._calls[lane](batch.micros, batch.examples, learning_rate, s)

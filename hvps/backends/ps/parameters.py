@@ -118,10 +118,9 @@ class Parameters:
                 for index, gradient in gradients.items()
                 if isinstance(gradient, tf.IndexedSlices)
             }
-            return [self._payload(i, s.shard, gradients, by_table) for i, s in self._numbered()]
-
-    def _numbered(self) -> list[tuple[int, ShardVariables]]:
-        return list(enumerate(self.shards))
+            return [
+                self._payload(i, s.shard, gradients, by_table) for i, s in enumerate(self.shards)
+            ]
 
     def _payload(
         self,

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends.local import by_path
+from hvps.backends.local import whole_state
 from hvps.backends.ps.graph import PsGraph
 from hvps.backends.ps.shards import Source
 
@@ -79,10 +79,7 @@ class ServedModel:
 
     def variables(self) -> dict[str, keras.Variable]:
         """The whole model's and optimizer's variables by name, as other backends have them."""
-        return {
-            **by_path(self._model.variables, "model/"),
-            **by_path(self._optimizer.variables, "optimizer/"),
-        }
+        return whole_state(self._model, self._optimizer)
 
 
 def _in_parts(variables: Sequence[Any]) -> Iterator[list[int]]:
