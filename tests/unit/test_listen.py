@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hvps.backends.ps import listen
+from hvps.backends.ps import elf
 from hvps.backends.ps.listen import check_listening, firewall_notice, resolve
 from hvps.errors import ConfigError, TrainingError
 from tests.launching import ROOT, job_environment
@@ -317,13 +317,13 @@ def test_read_only_slots_are_written_and_protected_again() -> None:
     slot = ctypes.addressof(cell)
     cell.value = 1
     function = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    assert listen._read_only({slot}) == set()
-    listen._protect(slot - 64, mmap.PROT_READ)
-    with listen._replaced({"bind": [slot]}, {"bind": function}):
+    assert elf._read_only({slot}) == set()
+    elf._protect(slot - 64, mmap.PROT_READ)
+    with elf.replaced({"bind": [slot]}, {"bind": function}):
         assert cell.value == ctypes.cast(function, ctypes.c_void_p).value
-        assert listen._read_only({slot}) == {slot}
+        assert elf._read_only({slot}) == {slot}
     assert cell.value == 1
-    assert listen._read_only({slot}) == {slot}
-    listen._protect(slot - 64, mmap.PROT_READ | mmap.PROT_WRITE)
+    assert elf._read_only({slot}) == {slot}
+    elf._protect(slot - 64, mmap.PROT_READ | mmap.PROT_WRITE)
     del cell
     page.close()
