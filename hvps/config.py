@@ -118,6 +118,13 @@ class BackendConfig(Section):
         description="async: steps in flight per worker; 2 overlaps the pull of one with the push"
         " of another",
     )
+    congestion_control: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=15,
+        description="TCP congestion control by which servers send: system, a name that the kernel"
+        " knows, or auto: the system's, but not BBR where Cubic or Reno can be had",
+    )
 
     @field_validator("cluster", mode="before")
     @classmethod

@@ -248,6 +248,7 @@ CASES = (
     over("backend.devices", "backend.devices=[cpu:0, cpu:0]", says="twice"),
     over("backend.devices", "backend.devices=cpu:0", says="not a list"),
     over("backend.pipeline", "backend.pipeline=9", says="<= 8"),
+    over("backend.congestion_control", "backend.congestion_control=''", says="at least 1"),
     over("backend.backup_workers", PS, "backend.backup_workers=1", says="update is async"),
     over("backend.max_staleness", PS, "backend.max_staleness=3", says="update is async"),
     over("backend.pipeline", PS, "backend={update: sync, pipeline: 2}", says="update is sync"),

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from hvps.backends.congestion import set_congestion_control
 from hvps.backends.ps.elf import SlotError, import_slots, replaced
 from hvps.errors import ConfigError, HvpsError, TrainingError
 
@@ -34,19 +35,23 @@ _RULE = "a server listens on its own address only: it takes any graph from anybo
 
 
 @contextmanager
-def listening_on(host: str, port: int) -> Iterator[None]:
+def listening_on(host: str, port: int, congestion: str | None = None) -> Iterator[None]:
     """Inside, a TensorFlow server that is made for `port` binds the address of `host` only.
 
     Nothing else of TensorFlow can begin to listen meanwhile, at whatever address. One server at a
     time, and TensorFlow must have been imported.
 
+    Args:
+        congestion: TCP congestion control of the connections that the server accepts, through
+            which it sends tensors; None for the system's.
+
     Raises:
-        ConfigError: the host has no address here, or one that stands for all; the address or the
-            port cannot be had.
+        ConfigError: the host has no address here, or one that stands for all; the address, the
+            port or the congestion control cannot be had.
         TrainingError: the server would listen elsewhere.
     """
     address = resolve(host)
-    guard = _Guard(address, port)
+    guard = _Guard(address, port, congestion)
     try:
         slots = import_slots(guard.functions)
         with guard.reporting(), replaced(slots, guard.functions):
@@ -214,8 +219,8 @@ class _Guard:
         functions: what to put in the place of the C functions, by name.
     """
 
-    def __init__(self, address: _Address, port: int) -> None:
-        self._address, self._port = address, port
+    def __init__(self, address: _Address, port: int, congestion: str | None) -> None:
+        self._address, self._port, self._congestion = address, port, congestion
         self.refusal: HvpsError | None = None
         # PyDLL: Python's lock stays with TensorFlow's thread, as it would without the guard.
         self._libc = ctypes.PyDLL(None, use_errno=True)
@@ -244,6 +249,13 @@ class _Guard:
             self.refusal = _wrong_listener(self._address, self._port, f"bound {_show(*bound)}")
             ctypes.set_errno(errno.EADDRNOTAVAIL)
             return -1
+        if bound is not None and self._congestion is not None:
+            try:
+                set_congestion_control(fd, self._congestion)
+            except ConfigError as err:
+                self.refusal = err
+                ctypes.set_errno(errno.EINVAL)
+                return -1
         return self._libc.listen(fd, backlog)
 
     def _unavailable(self, number: int) -> ConfigError:

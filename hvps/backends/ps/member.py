@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from hvps.backends.congestion import choose, in_use
 from hvps.backends.ps.control import Control, wait_for_port
 from hvps.backends.ps.coordinator import Coordinator
 from hvps.backends.ps.lanes import Lanes
@@ -73,6 +74,7 @@ class Member:
         notice = firewall_notice([*tasks.ps, *tasks.worker])
         if notice and cluster.is_root:
             logger.info(notice)
+            logger.info(_describe_congestion(config.backend.congestion_control))
         return cls(cluster, tasks, server.target, control, coordinator, server)
 
     def wait_for_workers(self, timeout: float) -> None:
@@ -113,6 +115,16 @@ def _join(target: str, cluster: Cluster, tasks: Tasks, timeout: float) -> Contro
     return control
 
 
+def _describe_congestion(wanted: str) -> str:
+    chosen = choose(wanted)
+    if chosen is None:
+        return f"TCP congestion control of the servers: {in_use()} (the system's)"
+    return (
+        f"TCP congestion control of the servers: {chosen}"
+        f" (backend.congestion_control: {wanted}; the system's is {in_use()})"
+    )
+
+
 def cluster_definition(tasks: Tasks) -> Any:
     return tf.train.ClusterSpec({"ps": list(tasks.ps), "worker": list(tasks.worker)})
 
@@ -129,7 +141,8 @@ def _start_server(config: Config, cluster: Cluster, tasks: Tasks) -> Any:
         device_count={"CPU": max([1, *cpus]), **({"GPU": 0} if cluster.role == "ps" else {})},
         gpu_options=v1.GPUOptions(allow_growth=True),
     )
-    with listening_on(host, port):
+    congestion = choose(config.backend.congestion_control)
+    with listening_on(host, port, congestion):
         return tf.distribute.Server(
             cluster_definition(tasks),
             job_name=cluster.role,
