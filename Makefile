@@ -65,7 +65,7 @@ bench-ps: install ## measure steps per second of parameter servers, beside Tenso
 	@$(IN_VENV) python -m benchmarks.ps_step_rate $(ARGS)
 
 bench-network: install ## measure parameter servers against the limit of shaped links (root)
-	@$(IN_VENV) python -m benchmarks.ps_network $(ARGS)
+	@$(IN_VENV) python -m benchmarks.ps_network --overrides backend.pipeline=4 $(ARGS)
 
 test-netlab: install ## the tests that need root and network namespaces
 	@$(IN_VENV) python -m pytest -q tests/netlab $(ARGS)
