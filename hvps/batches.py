@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvps.errors import TrainingError
+from hvps.position import START, Position
 from hvps.sampling import Plan
 
 
@@ -38,12 +39,14 @@ class Batch:
         examples: number of true examples in the update over all ranks.
         step: global step that the update makes from `step` to `step + 1`.
         epoch: the pass over the data that it belongs to.
+        within: its number among the steps of that pass.
     """
 
     micros: tuple[MicroBatch, ...]
     examples: int
     step: int = 0
     epoch: int = 0
+    within: int = 0
 
 
 class Feed:
@@ -53,11 +56,15 @@ class Feed:
         steps_per_epoch: None when the data does not know its length.
         samples: examples per epoch over all ranks, or None.
         endless: the data never ends, so that there are no epochs.
+        in_order: the data can only be read from its beginning.
+        divided_among_readers: each process that asks for steps has data of its own for them.
     """
 
     steps_per_epoch: int | None = None
     samples: int | None = None
     endless: bool = False
+    in_order: bool = False
+    divided_among_readers: bool = False
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Batches of one epoch, from its step `first_step` on."""
@@ -94,26 +101,31 @@ class Feed:
         raise AssertionError("a subclass says how")
 
 
-def consecutive(feed: Feed, *, total: int | None, epochs: int | None) -> Iterator[Batch]:
+def consecutive(
+    feed: Feed, *, start: Position = START, total: int | None, epochs: int | None
+) -> Iterator[Batch]:
     """All of a feed's batches, one epoch after the other.
 
     Args:
+        start: where to go on.
         total: steps to end after, or None.
         epochs: passes over the data to end after, or None.
 
     Raises:
         TrainingError: an epoch has no examples.
     """
-    step = 0
-    for epoch in count() if epochs is None else range(epochs):
-        before = step
-        for batch in feed.epoch(epoch):
-            batch.step, batch.epoch = step, epoch
+    step, within = start.step, start.within
+    if total is not None and step >= total:
+        return
+    for epoch in count(start.epoch) if epochs is None else range(start.epoch, epochs):
+        for batch in feed.epoch(epoch, within):
+            batch.step, batch.epoch, batch.within = step, epoch, within
             yield batch
-            step += 1
+            step, within = step + 1, within + 1
             if total is not None and step >= total:
                 return
-        if step == before:
+        empty, within = within == 0, 0
+        if empty:
             raise TrainingError(
                 f"no examples in epoch {epoch}",
                 rule="train_data() gives the same examples each time it is read",

@@ -28,7 +28,12 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, le=INT_MAX, description="of initial weights, order and dropout"
     )
-    resume: Literal["never"] = Field(default="never", description="always start afresh")
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: go on where a run of this name was; never; or the folder of a run or of"
+        " a checkpoint to begin from",
+    )
 
     @field_validator("dir")
     @classmethod
@@ -48,17 +53,15 @@ class RunConfig(Section):
             raise FieldError("", "reserved: 'latest' is the link to the newest run", rule=rule)
         return value
 
-    @field_validator("resume", mode="before")
+    @field_validator("resume")
     @classmethod
-    def _no_resume_yet(cls, value: Any) -> Any:
-        if value != "never":
-            raise FieldError(
-                "",
-                "resuming from checkpoints is not in this version yet",
-                rule="only 'never'",
-                do="remove run.resume, or write run.resume=never",
-            )
-        return value
+    def _expand_path(cls, value: str) -> str:
+        return os.path.expanduser(value)
+
+    @property
+    def resume_path(self) -> str | None:
+        """The folder that `resume` names, if it names one."""
+        return None if self.resume in ("auto", "never") else self.resume
 
 
 class BackendConfig(Section):
@@ -251,6 +254,35 @@ class TrainConfig(Section):
         return self
 
 
+class CheckpointConfig(Section):
+    every_steps: int = Field(default=0, ge=0, description="steps between saves; 0: by time alone")
+    every_minutes: float = Field(
+        default=10.0, ge=0, description="minutes between saves; 0: by steps alone"
+    )
+    keep: int = Field(
+        default=3, ge=0, description="newest checkpoints that are kept; 0: none is ever written"
+    )
+    keep_best: int = Field(
+        default=0, ge=0, description="further ones that are kept: those of the best evaluations"
+    )
+    monitor: str = Field(
+        default="loss", min_length=1, description="evaluation metric that says which are best"
+    )
+    mode: Literal["min", "max", "auto"] = Field(
+        default="auto", description="whether less or more is better; auto: by the metric's name"
+    )
+
+    @model_validator(mode="after")
+    def _all_used(self) -> CheckpointConfig:
+        for name in ("every_steps", "every_minutes", "keep_best"):
+            if self.keep == 0 and self._differs(name):
+                raise ignored(name, "no checkpoint is written (checkpoint.keep is 0)")
+        for name in ("monitor", "mode"):
+            if self.keep_best == 0 and self._differs(name):
+                raise ignored(name, "checkpoint.keep_best is 0")
+        return self
+
+
 class OptimizerConfig(Section):
     # Further keys are arguments of the Keras optimizer; hvps.optimizer_check knows them.
     model_config = ConfigDict(extra="allow")
@@ -366,6 +398,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")

@@ -77,7 +77,7 @@ class IndexedFeed(Feed):
             epoch, within = divmod(step, plan.steps_per_epoch)
             orders, true_rows = self._order(epoch, range(within, within + 1), plan, rank)
             micros = self._fetch(orders, true_rows)
-            yield Batch(tuple(micros), plan.step_size(within), step, epoch)
+            yield Batch(tuple(micros), plan.step_size(within), step, epoch, within)
 
     def example(self) -> tuple[Any, Any]:
         return self._source.fetch(np.zeros(1, np.int64))

@@ -21,6 +21,8 @@ class DatasetFeed(Feed):
     ranks divide the examples but no steps: each makes updates of its own.
     """
 
+    in_order = True
+
     def __init__(
         self,
         dataset: tf.data.Dataset,
@@ -32,7 +34,7 @@ class DatasetFeed(Feed):
         independent: bool = False,
     ) -> None:
         self._plan, self._rank, self._agree = plan, rank, agree
-        self._independent = independent
+        self._independent = self.divided_among_readers = independent
         dataset = dataset.map(_narrowed)
         self._whole = dataset
         mine = dataset.shard(plan.ranks, rank) if plan.ranks > 1 else dataset
@@ -71,19 +73,22 @@ class DatasetFeed(Feed):
         epochs: int | None,
         done: int,
     ) -> Iterator[Batch]:
-        for epoch in count() if epochs is None else range(epochs):
-            empty = True
+        first = 0
+        if self.steps_per_epoch is not None and not self._independent:  # it can be entered there
+            first, done = divmod(done, self.steps_per_epoch)
+        for epoch in count(first) if epochs is None else range(first, epochs):
+            within = 0
             for batch in self._own_epoch() if self._independent else self.epoch(epoch):
-                empty = False
+                within += 1
                 if done:
                     done -= 1
                     continue
                 step = next(steps, None)
                 if step is None:
                     return
-                batch.step, batch.epoch = step, epoch
+                batch.step, batch.epoch, batch.within = step, epoch, within - 1
                 yield batch
-            if empty and epochs is None:
+            if within == 0 and epochs is None:
                 return
 
     def _own_epoch(self) -> Iterator[Batch]:

@@ -42,14 +42,19 @@ class Csv:
     """metrics.csv: one row a record, empty where a kind has no such column.
 
     Columns that come up later (a metric whose result turns out to be a vector) are added on the
-    right, and the file written anew.
+    right, and the file written anew. Rows that are there already stay.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self._path = path
         self._columns = ["kind", "step", "epoch", *columns]
+        rows = _read_rows(path)
+        known = [name for row in rows[:1] for name in row if name]
+        self._columns += [name for name in known if name not in self._columns]
         self._open("w")
         self._writer.writeheader()
+        self._writer.writerows(rows)
+        self._file.flush()
 
     def _open(self, mode: str) -> None:
         self._file = open(self._path, mode, encoding="utf-8", newline="")  # noqa: SIM115
@@ -65,8 +70,7 @@ class Csv:
 
     def _add_columns(self, names: Sequence[str]) -> None:
         self._file.close()
-        with open(self._path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = _read_rows(self._path)
         self._columns += names
         self._open("w")
         self._writer.writeheader()
@@ -74,6 +78,40 @@ class Csv:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove records of steps after `step`, which a run that goes on from there makes again.
+
+    A line that was cut off when the run was killed goes too.
+    """
+    lines = folder / "metrics.jsonl"
+    if lines.exists():
+        kept = []
+        for line in lines.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        lines.write_text("".join(kept), encoding="utf-8")
+    table = folder / "metrics.csv"
+    rows = [row for row in _read_rows(table) if (row.get("step") or "x").isdigit()]
+    if rows:
+        with open(table, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [name for name in rows[0] if name], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(row for row in rows if int(row["step"]) <= step)
+    elif table.exists():
+        table.unlink()
 
 
 class TensorBoard:

@@ -17,7 +17,8 @@ from hvps.errors import ConfigError
 from hvps.optimizer_check import check_optimizer
 from hvps.overrides import LoadedConfig
 from hvps.ports import check_own_address, resolves, split_address, unresolvable
-from hvps.problems import Problem, raise_problems
+from hvps.problems import Problem, did_you_mean, raise_problems
+from hvps.run_directory import may_hold_run
 from hvps.source_reader import SourceReader
 from hvps.task_check import check_task
 from hvps.task_cluster import count_workers
@@ -179,8 +180,9 @@ def _check_run_folder(loaded: LoadedConfig) -> Iterator[Problem]:
             what = f"run.dir: no permission to write in {existing}"
             yield Problem(what, "a folder that can be written", received, "choose another run.dir")
             return
+        yield from _check_resume_path(loaded)
         target = folder / run.name if run.name is not None else None
-        if target is None or not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        if target is None or may_hold_run(target, resume=run.resume != "never"):
             return
     except (OSError, ValueError) as err:  # a name too long for the file system, a null byte
         yield Problem(f"run.dir: cannot be used: {err}", "a folder that can be written", received)
@@ -189,5 +191,20 @@ def _check_run_folder(loaded: LoadedConfig) -> Iterator[Problem]:
         f"run.name: {target} exists already",
         "each run has a folder of its own",
         loaded.received("run.name", run.name),
-        f"choose another run.name, or delete {target}",
+        f"choose another run.name, or delete {target}"
+        + ("; run.resume=auto goes on with it" if run.resume == "never" else ""),
     )
+
+
+def _check_resume_path(loaded: LoadedConfig) -> Iterator[Problem]:
+    given = loaded.config.run.resume_path
+    if given is None:
+        return
+    path = Path(given)
+    if not any((path / name).exists() for name in ("checkpoint.json", "checkpoints")):
+        yield Problem(
+            f"run.resume: no checkpoint in {given}",
+            "auto, never, or the folder of a run or of a checkpoint",
+            loaded.received("run.resume", given),
+            did_you_mean(given, ("auto", "never")) or "correct the path",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -10,27 +11,63 @@ import platform
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import hvps
 from hvps.errors import ConfigError
+
+_BEFORE_A_RUN = {"logs", ".lock", "restarts.jsonl"}
+_LOCK_TIMEOUT_S = 20.0
 
 
 class RunDirectory:
     """`run.dir/run.name`, written by rank 0 except for the ranks' own logs.
 
     Holds config.yaml, run.json (command, versions, launch), logs/rank-N.log, metrics.jsonl,
-    metrics.csv, tensorboard/, model.keras and result.json.
+    metrics.csv, tensorboard/, checkpoints/, model.keras and result.json.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def lock(self) -> None:
+        """Keep others from training in this folder while this process lives.
+
+        Raises:
+            ConfigError: somebody else does, and does not end.
+        """
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S  # one that was killed may not be gone yet
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                owner = os.read(file, 200).decode(errors="replace").strip()
+                os.close(file)
+                raise ConfigError(
+                    "run.name: another process is training in this folder",
+                    rule="one job at a time writes a run",
+                    received=f"{self.path}: {owner}",
+                    do="wait for its end, or choose another run.name",
+                ) from None
+            except OSError:  # a file system without locks
+                break
+        os.ftruncate(file, 0)
+        os.write(file, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        # Not closed: the lock lasts as long as the process.
 
     @property
     def model(self) -> Path:
@@ -58,15 +95,23 @@ class RunDirectory:
         os.replace(aside, self.model)
 
 
-def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirectory:
-    """Make the folder of a new run and point `latest` to it; called by rank 0.
+def open_run_directory(
+    parent: str, name: str | None, stem: str, *, resume: bool
+) -> tuple[RunDirectory, bool]:
+    """Make the folder of a run, or take that of an earlier one, and point `latest` to it; called
+    by rank 0.
 
     Args:
         parent: `run.dir`, relative to the current folder.
         name: `run.name`; without one, `stem` and the time.
+        resume: an earlier run of this name may go on.
+
+    Returns:
+        The folder, and whether it is an earlier run's.
 
     Raises:
-        ConfigError: the folder cannot be made, or belongs to an earlier run.
+        ConfigError: the folder cannot be made, belongs to an earlier run that may not go on, or to
+            one that another process is just now training.
     """
     base = Path(parent).absolute()
     try:
@@ -74,7 +119,7 @@ def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirecto
         latest = base / "latest"
         if latest.exists() and not latest.is_symlink():
             raise FileExistsError(errno.EEXIST, "latest is not the link that hvps makes", latest)
-        path = _claim(base, name, stem)
+        path, existed = _claim(base, name, stem, resume)
         (path / "logs").mkdir(exist_ok=True)
         _point_latest(base, path.name)
     except OSError as err:
@@ -84,25 +129,44 @@ def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirecto
             received=f"{base}: {err.strerror}",
             do="choose another run.dir",
         ) from err
-    return RunDirectory(path)
+    folder = RunDirectory(path)
+    folder.lock()
+    if existed:  # what it says was true of an earlier end
+        (path / "result.json").unlink(missing_ok=True)
+    return folder, existed
 
 
-def _claim(base: Path, name: str | None, stem: str) -> Path:
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (path / "config.yaml").is_file() or (path / "run.json").is_file()
+
+
+def may_hold_run(path: Path, *, resume: bool) -> bool:
+    """Whether a run may be written there: a new one, or an earlier one that goes on."""
+    if not path.exists():
+        return True
+    if not path.is_dir():
+        return False
+    if is_run(path):
+        return resume
+    # What a process that was killed, or a launcher, leaves before there is a run.
+    return {entry.name for entry in path.iterdir()} <= _BEFORE_A_RUN
+
+
+def _claim(base: Path, name: str | None, stem: str, resume: bool) -> tuple[Path, bool]:
     """Make a folder that nobody else has made: two runs may start in the same second."""
     if name is not None:
         path = base / name
-        if path.is_dir() and not any(path.iterdir()):
-            return path
-        try:
-            path.mkdir()
-        except FileExistsError:
+        if not may_hold_run(path, resume=resume):
             raise ConfigError(
                 f"run.name: {name} belongs to an earlier run",
                 rule="a run never writes over another",
                 received=str(path),
-                do="choose another run.name, or delete that folder",
-            ) from None
-        return path
+                do="choose another run.name, or delete that folder"
+                + ("" if resume else "; run.resume=auto goes on with it"),
+            )
+        path.mkdir(exist_ok=True)
+        return path, is_run(path)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         path = base / (f"{stem}-{now}" if attempt == 0 else f"{stem}-{now}-{attempt + 1}")
@@ -110,7 +174,7 @@ def _claim(base: Path, name: str | None, stem: str) -> Path:
             path.mkdir()
         except FileExistsError:
             continue
-        return path
+        return path, False
     raise OSError(0, "a thousand runs in one second")
 
 
@@ -145,8 +209,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def launch_record(cluster: Any, backend: Any) -> dict[str, Any]:
-    """Content of run.json."""
+def launch_record(cluster: Any, backend: Any, begins_at: Path | None) -> dict[str, Any]:
+    """Content of run.json.
+
+    Args:
+        begins_at: the checkpoint that the run goes on from.
+    """
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "cwd": os.getcwd(),
@@ -156,12 +224,15 @@ def launch_record(cluster: Any, backend: Any) -> dict[str, Any]:
         "engine": backend.engine,
         "ranks": cluster.size,
         "rank_source": cluster.source,
+        "resumed_from": None if begins_at is None else str(begins_at),
         "versions": versions(),
     }
 
 
 def weights_sha256(variables: Iterable[Any]) -> str:
     """SHA-256 over the weights in the order of their names: name, dtype, shape and bytes."""
+    import numpy as np  # not needed for looking at a folder
+
     digest = hashlib.sha256()
     for variable in sorted(variables, key=lambda v: v.path):
         array = np.ascontiguousarray(np.asarray(variable))

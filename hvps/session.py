@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from socket import gethostname
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvps.backends import Backend
+from hvps.backends.whole_state import whole_state
 from hvps.batches import Feed
+from hvps.callbacks import Monitor
 from hvps.cli import render_config
 from hvps.cluster import Cluster
 from hvps.config import Config
@@ -19,18 +23,20 @@ from hvps.data import make_feed
 from hvps.errors import ConfigError
 from hvps.evaluation import Evaluator
 from hvps.log import log_to_file, logger, start_logging
-from hvps.metrics import Writers, open_writers
+from hvps.metrics import Writers, forget_after, open_writers
 from hvps.optimizer import make_optimizer
 from hvps.overrides import LoadedConfig
 from hvps.progress import make_progress
+from hvps.resume import Beginning, config_sha256, find_beginning, restore
 from hvps.run_directory import (
     RunDirectory,
-    create_run_directory,
     launch_record,
+    open_run_directory,
     versions,
     weights_sha256,
 )
 from hvps.runtime import seed_rank
+from hvps.saver import Saver, check_room
 from hvps.schedule import Schedule, make_schedule
 from hvps.signals import StopSignals
 from hvps.task import Task
@@ -45,34 +51,50 @@ class Session:
     cluster: Cluster
     backend: Backend
     folder: RunDirectory
+    beginning: Beginning
     started: float
 
     @classmethod
     def open(cls, loaded: LoadedConfig, cluster: Cluster, backend: Backend) -> Session:
-        """Rank 0 makes the run's folder and tells the others where it is."""
+        """Rank 0 makes the run's folder, or finds where an earlier run was broken off, and tells
+        the others.
+
+        Raises:
+            ConfigError: the folder cannot be had, or its checkpoint does not fit.
+        """
         started = time.monotonic()
         config = loaded.config
         start_logging(config.log.level, cluster.is_root)
-        folder = None
+        found, beginning = None, Beginning()
         if cluster.is_root:
-            folder = create_run_directory(config.run.dir, config.run.name, loaded.name)
+            resume = config.run.resume != "never"
+            folder, existed = open_run_directory(
+                config.run.dir, config.run.name, loaded.name, resume=resume
+            )
+            beginning = find_beginning(config, folder.path, existed)
+            if existed:
+                forget_after(folder.path, beginning.position.step)
             folder.write_text("config.yaml", render_config(config.model_dump(), loaded.origins))
-            folder.write_json("run.json", launch_record(cluster, backend))
-        folder = backend.broadcast(folder)
+            folder.write_json("run.json", launch_record(cluster, backend, beginning.path))
+            found = folder, beginning.for_others()
+        folder, others = backend.broadcast(found)
+        beginning = beginning if cluster.is_root else others
         log_to_file(folder.log(cluster.name))
         logger.debug(
             "%s of %d, pid %d on %s", cluster.name, cluster.size, os.getpid(), gethostname()
         )
-        return cls(config, cluster, backend, folder, started)
+        return cls(config, cluster, backend, folder, beginning, started)
 
     def trainer(self, task: Task, devices: str, signals: StopSignals) -> Trainer:
         """Build model, optimizer, data and loop from the task, alike on every rank."""
         config, cluster, backend = self.config, self.cluster, self.backend
         train_feed, eval_feed = self._feeds(task)
+        self._check_position(train_feed)
         model = _built(task.build_model())
         seed_rank(model, config.run.seed, cluster.rank)
         optimizer, base_rate = make_optimizer(config, task)
         optimizer.build(model.trainable_variables)
+        restore(self.beginning, model, optimizer, backend.broadcast)
         backend.setup(
             model=model,
             optimizer=optimizer,
@@ -92,7 +114,7 @@ class Session:
                 backend=backend,
             )
         self._print_banner(model, devices, schedule, train_feed, steps)
-        return Trainer(
+        trainer = Trainer(
             config=config,
             model=model,
             backend=backend,
@@ -107,7 +129,62 @@ class Session:
                 total=steps,
             ),
             signals=signals,
+            start=self.beginning.position,
+            saver=self._saver(model, optimizer, evaluator, train_feed),
         )
+        if self.beginning.loop is not None:
+            trainer.restore(self.beginning.loop)
+        return trainer
+
+    def _saver(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        evaluator: Evaluator | None,
+        feed: Feed,
+    ) -> Saver | None:
+        """Rank 0's, unless no checkpoints are wanted."""
+        config = self.config.checkpoint
+        if not self.cluster.is_root or config.keep == 0:
+            return None
+        monitor = None
+        if config.keep_best:
+            names = evaluator.names if evaluator else []
+            monitor = Monitor("checkpoint.monitor", config.monitor, config.mode, names)
+        variables = whole_state(model, optimizer).values()
+        size = sum(int(np.prod(v.shape)) * v.value.dtype.size for v in variables)
+        check_room(self.folder.checkpoints, config, size)
+        whole = json.loads(self.config.model_dump_json())
+        about = {
+            "config": whole,
+            "config_sha256": config_sha256(whole),
+            "samples": feed.samples,
+            "backend": self.backend.name,
+            "ranks": self.cluster.size,
+            "versions": versions(),
+        }
+        start = self.beginning.position.step
+        return Saver(self.folder.checkpoints, config, about=about, start=start, monitor=monitor)
+
+    def _check_position(self, feed: Feed) -> None:
+        """Whether the checkpoint's position means the same examples here."""
+        position = self.beginning.position
+        if position.by_worker is not None and feed.in_order and not feed.divided_among_readers:
+            raise ConfigError(
+                "run.resume: data that is read in order was divided among asynchronous workers",
+                rule="each of them goes on where it was in its part of the dataset",
+                received=f"{self.beginning.path}, of {len(position.by_worker)} workers",
+                do="resume with backend.update=async and as many workers, or give the data as"
+                " arrays",
+            )
+        samples = self.beginning.samples
+        if position.step and samples != feed.samples:
+            raise ConfigError(
+                "task: train_data() has another number of examples than before",
+                rule="a run goes on at the next example of the same data",
+                received=f"{feed.samples} now, {samples} in {self.beginning.path}",
+                do="give the same data, or begin anew under another run.name",
+            )
 
     def _feeds(self, task: Task) -> tuple[Feed, Feed | None]:
         config, backend = self.config, self.backend
@@ -177,6 +254,9 @@ class Session:
             f"model {model.name}: {model.count_params():,} parameters; {samples} examples,"
             f" {steps if steps is not None else 'unknown number of'} steps; run {self.folder.path}",
         ]
+        if self.beginning.path is not None:
+            at = self.beginning.position
+            lines.append(f"goes on after step {at.step}, epoch {at.epoch}: {self.beginning.path}")
         for line in lines:
             logger.info(line)
         logger.debug("task %s, seed %d", config.task, config.run.seed)

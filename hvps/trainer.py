@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from hvps.callbacks import EarlyStopping, check_finite
 from hvps.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED
 from hvps.evaluation import Evaluator
 from hvps.metrics import Writers
+from hvps.position import START, Position
 from hvps.progress import Progress
+from hvps.saver import Saver
 from hvps.schedule import Schedule
 from hvps.signals import StopSignals
 
@@ -33,7 +36,7 @@ class TrainingResult:
         evaluation: results of the last evaluation, by name.
         train_seconds: time in steps, without tracing the first one and without evaluations.
         timed_examples: examples in the steps that `train_seconds` counts.
-        skipped_steps: updates left out for a non-finite float16 gradient.
+        skipped_steps: updates left out for a non-finite float16 gradient, since this process began.
         stopped_by: why the loop ended before its end, or None.
     """
 
@@ -70,6 +73,8 @@ class Trainer:
         writers: Writers,
         progress: Progress,
         signals: StopSignals,
+        start: Position = START,
+        saver: Saver | None = None,
     ) -> None:
         self._config, self._backend, self._feed = config, backend, feed
         self.model = model
@@ -79,11 +84,29 @@ class Trainer:
         names = evaluator.names if evaluator else []
         self._early_stopping = EarlyStopping(config.train.early_stop, names)
         self._meter = _Meter(backend)
-        self._result = TrainingResult()
+        self._result = TrainingResult(steps=start.step, examples=start.examples)
+        self._start, self._saver = start, saver
         self._epoch = 0
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of the loop."""
+        return {
+            "epoch": self._epoch,
+            "early_stop": list(self._early_stopping.state),
+            "evaluation": self._result.evaluation,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a loop was that gave `state`."""
+        self._epoch = state["epoch"]
+        self._early_stopping.state = tuple(state["early_stop"])
+        self._result.evaluation = dict(state["evaluation"])
+        if self._early_stopping.is_over:
+            self._result.stopped_by = "early_stop"
+
     def fit(self) -> TrainingResult:
-        """Train to the end or to an agreed stop, evaluate, and leave the final weights in `model`.
+        """Train to the end or to an agreed stop, save, evaluate, and leave the final weights in
+        `model`.
 
         Raises:
             TrainingError: the loss is not finite, the ranks drifted apart or lost one another.
@@ -92,6 +115,9 @@ class Trainer:
             self.train_epochs()
         finally:
             self._progress.close()
+        self._backend.settle()
+        if self._saver:
+            self._save(0, self._saver.save_last)
         self._backend.finalize()
         result, totals = self._result, self._backend.totals()
         result.steps = totals.get("steps", result.steps)
@@ -99,9 +125,13 @@ class Trainer:
         self._backend.sync_model()
         if self._evaluator and result.stopped_by not in ("SIGTERM", "SIGINT"):
             self._evaluate()
+            if self._saver:
+                self._saver.note_last(result.evaluation)
         self._backend.check_weights()
         result.skipped_steps = self._meter.total_skipped
         self._writers.close()
+        if self._saver:
+            self._saver.close()
         return result
 
     def train_epochs(self) -> None:
@@ -109,11 +139,13 @@ class Trainer:
 
         Called again, it goes on with the same weights for as many steps more.
         """
-        train = self._config.train
-        self._result.steps, self._epoch = 0, 0
+        train, start = self._config.train, self._start
+        self._result.steps, self._start = start.step, START
+        self._epoch = self._epoch if start.step else 0
         work = self._backend.work(
             self._feed,
-            total=self._total,
+            start=start,
+            total=start.step if self._result.stopped_by else self._total,
             epochs=None if train.steps else train.epochs,
             schedule=self._schedule,
         )
@@ -129,6 +161,7 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         train, result = self._config.train, self._result
+        self._save_if_due(batch.step + 1)
         self._meter.start_step()
         output = self._backend.train_step(
             batch, learning_rate=self._schedule(batch.step), stop=self._signals.votes
@@ -149,6 +182,14 @@ class Trainer:
         if isinstance(every, int) and _crossed(every, before, result.steps):
             if result.stopped_by is None and result.steps != self._total:
                 self._evaluate_and_decide()
+
+    def _save_if_due(self, step: int) -> None:
+        """Have the state saved when it is that after `step` updates."""
+        if self._saver and step != self._total and self._saver.due(step):
+            self._save(step, self._saver.save)
+
+    def _save(self, step: int, save: Callable[..., None]) -> None:
+        self._backend.at_boundary(step, lambda at, state: save(at, state, self.state()))
 
     def _stop(self, reason: str) -> None:
         if self._result.stopped_by is None:
@@ -179,6 +220,8 @@ class Trainer:
             return
         self._backend.sync_model()
         self._evaluate()
+        if self._saver and self._saver.is_among_best(self._result.evaluation):
+            self._save(self._result.steps, self._saver.save_best)
         if self._early_stopping(self._result.evaluation):
             self._stop("early_stop")
 

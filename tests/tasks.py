@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -326,4 +327,58 @@ class _Staged:
             Path(f"fetched.{os.getpid()}").touch()
         if not os.path.exists("go"):
             time.sleep(self._pause)
+        return self._x[i], self._y[i]
+
+
+class Resumable:
+    """Regression's data for a network with all that a resumed run must find again.
+
+    The examples are fetched one by one, and the one that is fetched as number HVPS_TEST_SIGNAL_AT
+    in the process of rank HVPS_TEST_SIGNAL_RANK sends that process SIGTERM first, once per folder.
+
+    Args:
+        plain: without BatchNormalization and dropout, whose results depend on the number of ranks.
+        width: of the hidden layer.
+    """
+
+    def __init__(self, examples: int = 200, plain: bool = False, width: int = 16) -> None:
+        self.examples, self.plain, self.width = examples, plain, width
+
+    def build_model(self) -> keras.Model:
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(self.width, activation="tanh")(inputs)
+        if not self.plain:
+            x = keras.layers.BatchNormalization()(x)
+            x = keras.layers.Dropout(0.3)(x)
+        return keras.Model(inputs, keras.layers.Dense(1)(x), name="resumable")
+
+    def loss(self, y_true: Any, y_pred: Any) -> Any:
+        return tf.square(y_true - y_pred[:, 0])
+
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [keras.metrics.MeanAbsoluteError(name="mae")]
+
+    def train_data(self) -> Any:
+        return _Signalling(*Regression(self.examples).train_data())
+
+    def eval_data(self) -> Any:
+        x, y = Regression(self.examples).train_data()
+        return x[:50], y[:50]
+
+
+class _Signalling:
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self._x, self._y, self._count = x, y, 0
+        self._at = int(os.environ.get("HVPS_TEST_SIGNAL_AT", "-1"))
+        if this_rank() != int(os.environ.get("HVPS_TEST_SIGNAL_RANK", "0")):
+            self._at = -1
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        self._count += 1
+        if self._count == self._at and not os.path.exists("signalled"):
+            Path("signalled").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
         return self._x[i], self._y[i]

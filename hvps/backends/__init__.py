@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from hvps.batches import Batch, Feed
     from hvps.cluster import Cluster
     from hvps.config import Config
+    from hvps.position import Position
     from hvps.schedule import Schedule
+
+
+# Takes where the run is, and its whole state as arrays by name.
+AtBoundary = Callable[["Position", dict[str, np.ndarray]], None]
 
 
 class StepOutput(NamedTuple):
@@ -121,11 +126,18 @@ class Backend(Protocol):
         """
 
     def work(
-        self, feed: Feed, *, total: int | None, epochs: int | None, schedule: Schedule
+        self,
+        feed: Feed,
+        *,
+        start: Position,
+        total: int | None,
+        epochs: int | None,
+        schedule: Schedule,
     ) -> Iterator[Batch]:
         """The batches that this process computes, each with its step, until all work is done.
 
         Args:
+            start: what was done before, by whomever.
             total: steps of the whole run, None when the data does not know its length.
             epochs: passes over the data, None when `total` alone counts.
         """
@@ -139,8 +151,15 @@ class Backend(Protocol):
     def stop(self, reason: str) -> None:
         """Let `work` end soon, in all processes after the same updates."""
 
+    def at_boundary(self, step: int, call: AtBoundary) -> None:
+        """Root: have `call` get the whole state when `step` updates were made, or as soon after as
+        it is the state after a number of whole updates: at once, or from another thread."""
+
+    def settle(self) -> None:
+        """The work has ended: wait until it is complete."""
+
     def finalize(self) -> None:
-        """The work has ended: wait until it is complete, and give the optimizer its last word."""
+        """Give the optimizer its last word, after `settle`."""
 
     def interval(self, own: Interval) -> tuple[Interval, dict[str, float]]:
         """What is recorded, given what this process saw, and further values by name."""
@@ -168,14 +187,7 @@ class Backend(Protocol):
         """
 
     def state(self) -> dict[str, np.ndarray]:
-        """Weights, optimizer slots and step as arrays by name."""
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Set what `state()` returned.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a shape differs.
-        """
+        """All that training changes as arrays by name, copies; see `hvps.backends.whole_state`."""
 
     def sync_model(self) -> None:
         """Make the eager model hold what evaluation and saving should see, on every rank."""

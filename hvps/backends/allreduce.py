@@ -12,10 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.backends import StepOutput
+from hvps.backends.changed_state import changed_so_far
 from hvps.backends.collectives import Collectives
 from hvps.backends.identity import compare, flattened
-from hvps.backends.local import LocalBackend, by_path
+from hvps.backends.local import LocalBackend
 from hvps.backends.watchdog import Watchdog
+from hvps.backends.whole_state import by_path, optimizer_variables
 from hvps.cluster import Cluster
 from hvps.errors import PeerLostError, TrainingError
 from hvps.step import Gradient, merge_rows
@@ -64,7 +66,7 @@ class AllreduceBackend(LocalBackend):
 
     def _shared_variables(self) -> list[keras.Variable]:
         """What must be equal on all ranks after every step."""
-        return [*self._model.trainable_variables, *self._optimizer.variables]
+        return [*self._model.trainable_variables, *optimizer_variables(self._optimizer)]
 
     def _replicated_state(self) -> list[keras.Variable]:
         """Non-trainable weights, such as BatchNormalization's statistics.
@@ -73,6 +75,9 @@ class AllreduceBackend(LocalBackend):
         every rank would drop the same units.
         """
         return list(self._model.non_trainable_weights)
+
+    def _float_state(self) -> list[keras.Variable]:
+        return [v for v in self._replicated_state() if v.dtype.startswith(("float", "bfloat"))]
 
     # --- the step ---
 
@@ -99,7 +104,11 @@ class AllreduceBackend(LocalBackend):
     def _reduce(
         self, gradients: list[Gradient], scalars: tf.Tensor
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sum over the ranks, each gradient as soon as the backward pass has made it."""
+        """Sum over the ranks, each gradient as soon as the backward pass has made it.
+
+        What the forward pass has changed, such as BatchNormalization's statistics, is averaged in
+        the same go: it is then the same on all ranks after every step, like the weights.
+        """
         if self.cluster.size == 1:
             return gradients, scalars
         reduced: list[Any] = list(gradients)
@@ -116,12 +125,17 @@ class AllreduceBackend(LocalBackend):
             strict=True,
         ):
             reduced[i] = tensor
-        packed = tf.concat([tf.reshape(gradients[i], [-1]) for i in small] + [scalars], 0)
+        states = changed_so_far(self._float_state())
+        parts = [gradients[i] for i in small] + [tf.cast(v.value, tf.float32) for v in states]
+        packed = tf.concat([tf.reshape(part, [-1]) for part in parts] + [scalars], 0)
         (packed,) = self._collectives.sum_tensors([packed], "small")
-        sizes = [gradients[i].shape.num_elements() for i in small]
+        sizes = [part.shape.num_elements() for part in parts]
         *pieces, scalars = tf.split(packed, [*sizes, scalars.shape.num_elements()])
-        for i, piece in zip(small, pieces, strict=True):
+        for i, piece in zip(small, pieces[: len(small)], strict=True):
             reduced[i] = tf.reshape(piece, gradients[i].shape)
+        for variable, total in zip(states, pieces[len(small) :], strict=True):
+            mean = tf.reshape(total / self.cluster.size, variable.shape)
+            variable.assign(tf.cast(mean, variable.dtype))
         for i in sparse:
             reduced[i] = self._reduce_sparse(gradients[i], rows[i], f"sparse_{i}")
         return reduced, scalars
@@ -186,19 +200,10 @@ class AllreduceBackend(LocalBackend):
         with self._together("all ranks to come this far"):
             self._collectives.sum_arrays([np.zeros(1, np.int32)])
 
-    def sync_model(self) -> None:
-        """Average what is not trained, such as BatchNormalization's moving statistics."""
-        if self.cluster.size == 1:
-            return
-        floats = [v for v in self._replicated_state() if v.dtype.startswith(("float", "bfloat"))]
-        sums = self.reduce([np.asarray(v).astype(np.float32) for v in floats])
-        for variable, total in zip(floats, sums, strict=True):
-            variable.assign(total / np.float32(self.cluster.size))
-
     def check_weights(self) -> None:
         if self.cluster.size == 1:
             return
-        variables = self._shared_variables()
+        variables = self._shared_variables() + self._float_state()
         sums = [zlib.crc32(np.ascontiguousarray(np.asarray(v)).tobytes()) for v in variables]
         by_rank = self._gather(sums)
         for index, variable in enumerate(variables):

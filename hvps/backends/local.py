@@ -9,10 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends import Interval, StepOutput
+from hvps.backends import AtBoundary, Interval, StepOutput
+from hvps.backends.whole_state import whole_state
 from hvps.batches import Batch, Feed, consecutive
 from hvps.cluster import Cluster
 from hvps.fused_update import fuse_update
+from hvps.position import START, Position
 from hvps.step import AnyBatch, Gradient, loss_and_gradients
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class LocalBackend:
         self._shares = accumulate * cluster.size
         self._accumulate = accumulate
         self._stop_asked = False
+        self._position = START
+        self._waiting: list[tuple[int, AtBoundary]] = []
 
     @property
     def train_share(self) -> tuple[int, int]:
@@ -73,17 +77,39 @@ class LocalBackend:
         self._update = AnyBatch(self._update_body)
 
     def work(
-        self, feed: Feed, *, total: int | None, epochs: int | None, schedule: Schedule
+        self,
+        feed: Feed,
+        *,
+        start: Position,
+        total: int | None,
+        epochs: int | None,
+        schedule: Schedule,
     ) -> Iterator[Batch]:
         self._stop_asked = False
-        for batch in consecutive(feed, total=total, epochs=epochs):
+        self._position = start
+        for batch in consecutive(feed, start=start, total=total, epochs=epochs):
             if self._stop_asked:
                 return
             yield batch
+            examples = self._position.examples + batch.examples
+            self._position = Position(batch.step + 1, batch.epoch, batch.within + 1, examples)
+            self._call_who_waits()
+
+    def at_boundary(self, step: int, call: AtBoundary) -> None:
+        self._waiting.append((step, call))
+        self._call_who_waits()
+
+    def _call_who_waits(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._position.step:
+            _, call = self._waiting.pop(0)
+            call(self._position, self.state())
 
     def stop(self, reason: str) -> None:
         """All ranks decide this after the same step."""
         self._stop_asked = True
+
+    def settle(self) -> None:
+        """Every step is complete when the next one is handed in, or its output read."""
 
     def finalize(self) -> None:
         # Some optimizers (weight averaging) have their last word here.
@@ -176,14 +202,10 @@ class LocalBackend:
     def check_weights(self) -> None:
         """Nobody to differ from."""
 
-    def variables(self) -> dict[str, keras.Variable]:
-        return whole_state(self._model, self._optimizer)
-
     def state(self) -> dict[str, np.ndarray]:
-        return {name: np.asarray(v) for name, v in self.variables().items()}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        load_variables(self.variables(), state)
+        variables = whole_state(self._model, self._optimizer)
+        # `numpy()` copies once; numpy.asarray() of a Keras variable may copy twice.
+        return {name: variable.value.numpy() for name, variable in variables.items()}
 
     def sync_model(self) -> None:
         """The eager model is what was trained."""
@@ -193,39 +215,3 @@ class LocalBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
-
-
-def whole_state(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
-) -> dict[str, keras.Variable]:
-    """Weights, seed-generator states and optimizer variables by a name that holds no layout."""
-    return {
-        **by_path(model.variables, "model/"),
-        **by_path(optimizer.variables, "optimizer/"),
-    }
-
-
-def load_variables(variables: dict[str, keras.Variable], state: dict[str, np.ndarray]) -> None:
-    """Set variables to the arrays of the same names, all or none.
-
-    Raises:
-        ValueError: a name is missing or unknown, or a shape differs.
-    """
-    if state.keys() != variables.keys():
-        raise ValueError(f"names differ: {sorted(state.keys() ^ variables.keys())}")
-    for name, variable in variables.items():
-        if tuple(variable.shape) != state[name].shape:
-            raise ValueError(f"{name}: shape {variable.shape}, not {state[name].shape}")
-    for name, variable in variables.items():
-        variable.assign(state[name])
-
-
-def by_path(variables: Sequence[keras.Variable], prefix: str = "") -> dict[str, keras.Variable]:
-    """Variables by their path; where layers share a name, the further ones are numbered."""
-    named: dict[str, keras.Variable] = {}
-    seen: dict[str, int] = {}
-    for variable in variables:
-        seen[variable.path] = seen.get(variable.path, 0) + 1
-        number = f"#{seen[variable.path]}" if seen[variable.path] > 1 else ""
-        named[f"{prefix}{variable.path}{number}"] = variable
-    return named

@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends import Interval, StepOutput
+from hvps.backends import AtBoundary, Interval, StepOutput
 from hvps.backends.identity import compare, flattened
-from hvps.backends.local import by_path, load_variables
+from hvps.backends.ps.boundaries import Boundaries
 from hvps.backends.ps.drivers import Driver, Outcome, SyncDriver, make_driver
 from hvps.backends.ps.graph import PsGraph, Shape
 from hvps.backends.ps.lanes import Lanes
@@ -23,8 +23,10 @@ from hvps.backends.ps.member import Member
 from hvps.backends.ps.reports import Reports
 from hvps.backends.ps.rounds import Participants, RoundCloser
 from hvps.backends.ps.served_model import ServedModel
+from hvps.backends.whole_state import by_path, seed_variables, whole_state
 from hvps.errors import ConfigError
 from hvps.log import logger
+from hvps.position import START, Position
 
 if TYPE_CHECKING:
     from hvps.batches import Batch, Feed
@@ -53,12 +55,15 @@ class PsBackend:
         self._rounds = self._sync and not self._in_graph
         self.engine = f"{_WORDS[self._options.update]}, {_WORDS[self._options.replication]}"
         self.stopped_by: str | None = None
-        self.completes_dealt_steps = self._rounds
+        self.completes_dealt_steps = True
         self._participants = Participants(
             self.cluster.size, self._options.worker_steps, self._options.backup_workers
         )
         self._reports = Reports()
-        self._own_steps = self._agreements = self._broadcasts = 0
+        self._own_steps = self._dealt = self._agreements = self._broadcasts = 0
+        self._start, self._position = START, START
+        self._boundaries = Boundaries()
+        self._places: dict[int, tuple[int, int]] = {}  # (epoch, number in it) of the last steps
         self._stop_sent = self._settled = False
         self._learning_rate = 0.0
 
@@ -160,15 +165,22 @@ class PsBackend:
     # --- the work ---
 
     def work(
-        self, feed: Feed, *, total: int | None, epochs: int | None, schedule: Schedule
+        self,
+        feed: Feed,
+        *,
+        start: Position,
+        total: int | None,
+        epochs: int | None,
+        schedule: Schedule,
     ) -> Iterator[Batch]:
         """This process's batches, as the coordinator deals them out."""
         self._check_worker_steps(total)
+        self._start, self._feed, self._own_steps = start, feed, start.step
         if self._chief:
             self._begin_run(total)
         self._served.assign(self._driver.local)
         joined = self._call("join")
-        if joined["finished"]:
+        if joined["back"]:
             logger.info("%s is back: %d steps done before", self.cluster.name, joined["finished"])
         self._lanes = Lanes(self._driver.lanes, self._run_step)
         self._closer: RoundCloser | None = None
@@ -178,12 +190,19 @@ class PsBackend:
                 member=self._member,
                 run=self._run,
                 participants=self._participants,
+                start=start.step,
                 total=total,
                 learning_rate=schedule,
                 examples=feed.examples_in,
+                closed=self._round_closed,
             )
         deal = self._deal if self._rounds else None
-        yield from feed.dealt(self._claims(), deal=deal, epochs=epochs, done=joined["finished"])
+        done = joined["finished"]
+        for batch in feed.dealt(self._claims(), deal=deal, epochs=epochs, done=done):
+            self._places = {**self._places, batch.step: (batch.epoch, batch.within)}
+            if len(self._places) > 64:
+                self._places = {s: p for s, p in self._places.items() if s > batch.step - 32}
+            yield batch
 
     def _check_worker_steps(self, total: int | None) -> None:
         limits = self._options.worker_steps
@@ -201,24 +220,50 @@ class PsBackend:
 
     def _begin_run(self, total: int | None) -> None:
         workers, between = len(self._member.tasks.worker), not self._in_graph
+        dealing = workers if between else 1  # those who ask for steps
         spec = {
-            "workers": workers if between else 1,
+            "workers": dealing,
+            "start": self._start.step,
             "total": total,
             "update": self._options.update if between else "async",
             "max_staleness": self._options.max_staleness,
             "worker_steps": self._options.worker_steps,
+            "by_worker": self._steps_before(dealing),
         }
         self._control.call("begin_run", number=self._run, spec=spec)
-        counters = self._graph.counters
+        counters, by_worker = self._graph.counters, np.zeros(workers, np.int64)
+        by_worker[:dealing] = spec["by_worker"] or 0
         self._served.push()
         self._served.assign(
             [
-                (counters.step, np.int64(0)),
-                (counters.by_worker, np.zeros(workers, np.int64)),
+                (counters.step, np.int64(self._start.step)),
+                (counters.by_worker, by_worker),
                 *self._driver.shared,
             ]
         )
+        if isinstance(self._driver, SyncDriver):
+            self._driver.open_round(self._start.step)
+        self._iterations_before = int(self._optimizer.iterations)
         self._control.call("set_ready", number=self._run)
+
+    def _steps_before(self, workers: int) -> list[int] | None:
+        """What each worker did before the run was broken off.
+
+        Raises:
+            ConfigError: that matters, and is not known for these workers.
+        """
+        known = self._start.by_worker
+        if known is not None and len(known) == workers:
+            return list(known)
+        if self._start.step and not self._rounds and self._feed.divided_among_readers:
+            raise ConfigError(
+                "run.resume: data that is read in order was divided otherwise",
+                rule="each asynchronous worker goes on where it was in its part of the dataset",
+                received=f"{workers} workers now; the checkpoint is of "
+                + (f"{len(known)}" if known else "another way of training"),
+                do="resume with as many workers, or give the data as arrays",
+            )
+        return None
 
     def _claims(self) -> Iterator[int]:
         """Steps for this process, until there are none left or all were asked to stop."""
@@ -227,7 +272,70 @@ class PsBackend:
             if "end" in answer:
                 self.stopped_by = answer["end"]
                 return
+            if "hold" in answer:
+                self._wait_at_boundary()
+                continue
+            self._dealt += 1
             yield int(answer["step"])
+
+    # --- moments at which nothing is under way ---
+
+    def at_boundary(self, step: int, call: AtBoundary) -> None:
+        if self._settled:
+            call(self._position, self.state())
+            return
+        self._boundaries.add(step, call)
+        if not self._rounds:
+            self._control.call("hold", number=self._run, step=step)
+
+    def _wait_at_boundary(self) -> None:
+        """In the thread that asks for steps: finish those that were dealt, and wait for the others;
+        the chief then has the state saved."""
+        self._reports.wait_for(self._dealt)
+        answer = self._call("held", done=self._reports.take())
+        if self._chief and "step" in answer:
+            by_worker = answer["by_worker"]
+            self._call_boundary(answer["step"], answer["examples"], by_worker)
+            self._control.call("release", number=self._run)
+
+    def _round_closed(self, rounds: int) -> None:
+        if self._boundaries.due(rounds):
+            self._call_boundary(rounds, None, None)
+
+    def _call_boundary(self, step: int, examples: int | None, by_worker: list[int] | None) -> None:
+        position = self._position_at(step, examples, by_worker)
+        for call in self._boundaries.take(step):
+            call(position, self._snapshot())
+
+    def _position_at(
+        self, step: int, examples: int | None, by_worker: list[int] | None
+    ) -> Position:
+        """Where the run is after `step` updates.
+
+        Args:
+            examples: in the steps of this life, or None: all that those steps had.
+        """
+        if examples is None:
+            examples = sum(map(self._feed.examples_in, range(self._start.step, step)))
+        per_epoch = self._feed.steps_per_epoch
+        if step and per_epoch:
+            epoch, within = divmod(step - 1, per_epoch)
+        else:
+            epoch, within = self._places.get(step - 1, (0, step - 1))
+        return Position(
+            step,
+            epoch,
+            within + 1,
+            self._start.examples + examples,
+            tuple(by_worker) if by_worker is not None and len(by_worker) > 1 else None,
+        )
+
+    def _snapshot(self) -> dict[str, np.ndarray]:
+        """The whole state, while the eager model may be in use."""
+        state = self._served.snapshot()
+        names = {id(v): name for name, v in seed_variables(self._model).items()}
+        seeds = zip(self._graph.seed_variables, self._driver.seed_states, strict=True)
+        return state | {names[id(variable)]: np.array(value) for variable, value in seeds}
 
     def _deal(self, step: int) -> tuple[int, int]:
         return self._participants.share(self.cluster.rank, step)
@@ -315,7 +423,7 @@ class PsBackend:
         """Ask all workers to end with the steps that they have begun."""
         self._control.call("stop", number=self._run, reason=reason)
 
-    def finalize(self) -> None:
+    def settle(self) -> None:
         """All steps of all workers are done; the chief gets the weights."""
         self._lanes.drain()
         self._lanes.close()
@@ -330,13 +438,19 @@ class PsBackend:
         self._wait_for_others()
         self.sync_model()
         self._settled = True
-        self._optimizer.finalize_variable_values(self._model.trainable_variables)
         self._summary = self._control.call("summary", number=self._run)
         *iterations, self._steps = (int(n) for n in self._session.run(self._counts))
         # Every shard must have seen every step that was counted, and every step that a worker says
         # it has done must have been counted.
-        reported = 0 if self._rounds else int(self._summary["steps"]) - self._steps
-        self._lost = max(self._steps - min(iterations), reported, 0)
+        counted = self._steps - self._start.step
+        reported = 0 if self._rounds else int(self._summary["steps"]) - counted
+        self._lost = max(counted - (min(iterations) - self._iterations_before), reported, 0)
+        by_worker = None if self._rounds else self._summary["worker_steps"]
+        self._position = self._position_at(self._steps, self._summary["examples"], by_worker)
+
+    def finalize(self) -> None:
+        if self._chief:
+            self._optimizer.finalize_variable_values(self._model.trainable_variables)
 
     def _wait_for_others(self) -> None:
         answer = self._control.call(
@@ -349,7 +463,7 @@ class PsBackend:
         """Steps and examples of all workers together."""
         if not self._chief:
             return {}
-        return {"steps": self._steps, "examples": int(self._summary["examples"])}
+        return {"steps": self._steps, "examples": self._position.examples}
 
     def report(self) -> dict[str, Any]:
         """What result.json says of this backend's part."""
@@ -415,11 +529,8 @@ class PsBackend:
 
     def state(self) -> dict[str, np.ndarray]:
         self.sync_model()
-        return {name: np.asarray(v) for name, v in self._served.variables().items()}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Set what `state()` returned, before the work begins."""
-        load_variables(self._served.variables(), state)
+        variables = whole_state(self._model, self._optimizer)
+        return {name: v.value.numpy() for name, v in variables.items()}
 
     def barrier(self) -> None:
         """Nobody has to wait: the chief keeps the files, and the ps stay until it is done."""

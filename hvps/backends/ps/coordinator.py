@@ -343,7 +343,8 @@ class Coordinator:
                 return run if run is not None and run.ready and settled else None
 
             run = self._wait(ready)
-            return {"finished": run.join(worker), "spec": run.spec}
+            back = run.workers[worker].lost > 0
+            return {"finished": run.join(worker), "back": back, "spec": run.spec}
 
     def do_claim(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
         with self._changed:
@@ -351,6 +352,27 @@ class Coordinator:
             self._report(run, worker, done)
             answer: dict[str, Any] = self._wait(lambda: run.claim(worker))
             return answer
+
+    def do_hold(self, task: str, number: int, step: int) -> dict[str, Any]:
+        """Let no step from `step` on begin until `release`."""
+        with self._changed:
+            self._runs[number].hold_at(step)
+            self._changed.notify_all()
+        return {}
+
+    def do_held(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
+        """Wait for what comes after a hold."""
+        with self._changed:
+            run = self._runs[number]
+            self._report(run, worker, done)
+            answer: dict[str, Any] = self._wait(lambda: run.held(worker))
+            return answer
+
+    def do_release(self, task: str, number: int) -> dict[str, Any]:
+        with self._changed:
+            self._runs[number].release()
+            self._changed.notify_all()
+        return {}
 
     def do_report(self, task: str, number: int, worker: int, done: Any) -> dict[str, Any]:
         with self._changed:

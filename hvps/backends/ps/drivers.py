@@ -206,6 +206,7 @@ class SyncDriver(Driver):
     def start(self, session: Any) -> None:
         rounds = self.rounds
         self._call = _Call(session, self._replica_, self._round, [rounds.round, rounds.needed])
+        self._open = session.make_callable(rounds.open, [rounds.round])
         if self._applied is not None:
             self._close = session.make_callable(
                 self._applied, [rounds.needed, rounds.learning_rate, rounds.all_examples]
@@ -218,6 +219,10 @@ class SyncDriver(Driver):
             )
         )
         return Outcome(loss, None, rows, dropped=taken < 0)
+
+    def open_round(self, round_: int) -> None:
+        """Chief: gradients of rounds before `round_` come too late."""
+        self._open(np.int64(round_))
 
     def close_round(self, needed: int, learning_rate: float, examples: int) -> int:
         """Chief: wait for the round's gradients and apply them; returns the round."""

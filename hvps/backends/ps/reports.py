@@ -13,7 +13,7 @@ class Reports:
     """Collects outcomes, from several threads, until they are told."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._outcomes: list[Outcome] = []
         self._examples = 0
         self._all_steps = self._all_rows = 0
@@ -24,6 +24,12 @@ class Reports:
             self._examples += 0 if outcome.dropped else examples
             self._all_steps += 1
             self._all_rows += outcome.rows
+            self._lock.notify_all()
+
+    def wait_for(self, steps: int) -> None:
+        """Wait until so many were added in all."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._all_steps >= steps)
 
     def take(self) -> dict[str, Any] | None:
         """Sums over what was added since the last call; None where that is nothing."""

@@ -55,8 +55,10 @@ class RoundCloser:
     A thread of its own: with backup workers a round may end without the chief's own gradient.
 
     Args:
+        start: rounds that were closed in an earlier life of the run.
         learning_rate: of a round.
         examples: true examples in a round.
+        closed: called with the number of rounds that are closed, before anybody begins the next.
     """
 
     def __init__(
@@ -66,16 +68,18 @@ class RoundCloser:
         member: Member,
         run: int,
         participants: Participants,
+        start: int,
         total: int | None,
         learning_rate: Callable[[int], float],
         examples: Callable[[int], int],
+        closed: Callable[[int], None],
     ) -> None:
         assert member.control is not None
         self._driver, self._control, self._run = driver, member.control, run
         self._cluster = member.cluster
         self._participants, self._last = participants, participants.last(total)
         self._learning_rate, self._examples = learning_rate, examples
-        self._closed = 0
+        self._closed, self._call_closed = start, closed
         self._changed = threading.Condition()
         threading.Thread(target=self._work, name="hvps-rounds", daemon=True).start()
 
@@ -94,6 +98,7 @@ class RoundCloser:
         needed = self._participants.needed(round_)
         rate, examples = self._learning_rate(round_), self._examples(round_)
         self._driver.close_round(needed, rate, examples)
+        self._call_closed(round_ + 1)
         self._control.call("applied", number=self._run, rounds=round_ + 1)
         with self._changed:
             self._closed = round_ + 1

@@ -175,6 +175,9 @@ class Rounds:
             self._examples = _counter(f"{prefix}/admitted_examples", tf.float32, [])
             self._lock = tf.CriticalSection(shared_name=f"{prefix}/admission")
 
+        every = [*self._accumulators, *self._state_sums]
+        self.open = [accumulator.set_global_step(self.round) for accumulator in every]
+
     def initial(self) -> list[tuple[Any, Any]]:
         return [(self._admitted, [-1, 0]), (self._examples, 0.0)]
 

@@ -39,8 +39,9 @@ class RunState:
     """Steps of one training, dealt to workers.
 
     Args:
-        spec: `workers`, their number; `total` steps or None; `update` ("async", "sync",
-            "bounded"); `max_staleness`; `worker_steps`, a limit for each worker, or None.
+        spec: `workers`, their number; `start`, the first step; `total` steps or None; `update`
+            ("async", "sync", "bounded"); `max_staleness`; `worker_steps`, a limit for each worker,
+            or None; `by_worker`, asynchronous steps that each did before `start`, or None.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -53,32 +54,47 @@ class RunState:
         self.workers = [WorkerState() for _ in range(spec["workers"])]
         self.ready = False
         self.stopped_by: str | None = None
-        self.round = 0  # synchronous: rounds that have been applied
+        self.start: int = spec["start"]
+        self.round = self.start  # synchronous: rounds that have been applied
+        self.hold: int | None = None  # no step from this one on begins until the state is saved
         self.max_lead = 0
         self.staleness: Counter[int] = Counter()
         self.examples = self.steps = 0
         self.loss_sum = 0.0
         self._count = sum(self.limits) if self.limits else self.total  # not synchronous: of steps
-        self._next = 0
+        self._next = self.start
+        for state, done in zip(self.workers, self._done_before(), strict=True):
+            state.claimed, state.finished = list(range(done)), done
         self._returned: deque[int] = deque()
         self._last_round: int | None = None
         self._taken = {"examples": 0, "steps": 0, "loss_sum": 0.0}
         self._interval_staleness: Counter[int] = Counter()
 
+    def _done_before(self) -> list[int]:
+        """Steps of each worker in an earlier life of the run."""
+        if self.synchronous:
+            return [self.start] * len(self.workers)
+        return self.spec["by_worker"] or [0] * len(self.workers)
+
     # --- steps ---
 
     def claim(self, worker: int) -> dict[str, Any] | None:
-        """The worker's next step, {"end": reason}, or None: ask again when something changes."""
+        """The worker's next step, {"end": reason}, {"hold": step}, or None: ask again when
+        something changes."""
         state = self.workers[worker]
         if self.synchronous:
             return self._claim_round(state, worker)
         if self.stopped_by:
-            return {"end": self.stopped_by}
+            return self._end(worker)
         if self.limits and len(state.claimed) >= self.limits[worker] and not self._inherits(worker):
             return self._end(worker)
         if self._returned:
             return self._give(state, self._returned.popleft())
         if self._count is None or self._next < self._count:
+            if self.hold is not None and self._next >= self.hold:
+                if not self._is_waited_for(worker):
+                    return {"hold": self.hold}
+                self.hold = self._next + 1
             self._next += 1
             return self._give(state, self._next - 1)
         return self._end(worker)
@@ -102,7 +118,33 @@ class RunState:
             return None
         if worker == 0 and self._returned:
             return self._give(self.workers[0], self._returned.popleft())
-        return {"end": None}
+        return {"end": self.stopped_by}
+
+    # --- a moment at which nothing is under way ---
+
+    def hold_at(self, step: int) -> None:
+        self.hold = max(step, self._next)
+
+    def release(self) -> None:
+        self.hold = None
+
+    def held(self, worker: int) -> dict[str, Any] | None:
+        """What a worker that has done all its steps may do next.
+
+        Returns:
+            {}: ask for steps again; to worker 0, when all steps before the hold are done, which
+            step that is, the examples and each worker's steps; None: wait.
+        """
+        if self.hold is None or self.stopped_by or self._returned:
+            return {}
+        if self._is_waited_for(worker):
+            return {}
+        if worker or self._next < self.hold:
+            return None
+        if any(w.active and len(w.claimed) > w.finished for w in self.workers):
+            return None
+        by_worker = [w.finished for w in self.workers]
+        return {"step": self.hold, "examples": self.examples, "by_worker": by_worker}
 
     def _claim_round(self, state: WorkerState, worker: int) -> dict[str, Any] | None:
         step = len(state.claimed)
@@ -157,6 +199,15 @@ class RunState:
             return False
         self.max_lead = max(self.max_lead, lead)
         return True
+
+    def _is_waited_for(self, worker: int) -> bool:
+        """Whether another may not go on with its steps before `worker` has done more."""
+        if not self.bounded:
+            return False
+        limit = self.workers[worker].clock + self.max_staleness
+        return any(
+            w.active and len(w.claimed) > w.finished and w.clock > limit for w in self.workers
+        )
 
     def _slowest(self, worker: int) -> int | None:
         others = [w.clock for i, w in enumerate(self.workers) if i != worker and w.active]

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvps.backends.local import whole_state
 from hvps.backends.ps.graph import PsGraph
 from hvps.backends.ps.shards import Source
+from hvps.backends.whole_state import whole_state
 
 _TRANSFER_BYTES = 64 << 20  # of one run of the session, which holds a copy or two
 
@@ -68,18 +68,27 @@ class ServedModel:
 
     def pull(self) -> None:
         """The other way round. Others may update meanwhile: each part is as it was at some time."""
+        for whole, value in self._fetch().values():
+            whole.assign(value)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The same as arrays by name, with the eager model's values where nothing is served. The
+        eager model is left alone."""
+        fetched = self._fetch()
+        return {
+            name: fetched[id(v)][1] if id(v) in fetched else v.value.numpy()
+            for name, v in whole_state(self._model, self._optimizer).items()
+        }
+
+    def _fetch(self) -> dict[int, tuple[keras.Variable, Any]]:
+        """(variable, value) of all that is served, by the variable's identity."""
         wholes: dict[int, tuple[keras.Variable, Any]] = {}
         with self._graph.graph.as_default():
             for part in _in_parts([source.variable for source in self._sources]):
                 values = self._session.run([self._sources[i].variable for i in part])
                 for i, value in zip(part, values, strict=True):
                     _put(wholes, self._sources[i], value)
-        for whole, value in wholes.values():
-            whole.assign(value)
-
-    def variables(self) -> dict[str, keras.Variable]:
-        """The whole model's and optimizer's variables by name, as other backends have them."""
-        return whole_state(self._model, self._optimizer)
+        return wholes
 
 
 def _in_parts(variables: Sequence[Any]) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvps.backends.ps.placement import Part, Shard
+from hvps.backends.whole_state import slot_lists
 from hvps.fused_update import fuse_update
 
 v1 = tf.compat.v1
@@ -222,24 +223,3 @@ def _held(
 
 def _described(variable: keras.Variable, slot: str | None, place: int | None) -> _Held:
     return _Held(slot, place, tuple(variable.shape), variable.value.dtype)
-
-
-def slot_lists(
-    optimizer: keras.optimizers.Optimizer, count: int
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """An optimizer's variables by attribute: lists of `count` (None where a variable has no such
-    slot), and single ones, without the learning rate. Keras's own list of them leaves some out,
-    such as Nadam's product."""
-    lists: dict[str, list[Any]] = {}
-    single: dict[str, Any] = {}
-    for name, value in vars(optimizer).items():
-        if name in ("_variables", "_trainable_variables"):
-            continue
-        if isinstance(value, keras.Variable):
-            if name != "_learning_rate":
-                single[name] = value
-        elif isinstance(value, list | tuple) and len(value) == count and count:
-            known = [isinstance(v, keras.Variable) for v in value]
-            if any(known) and all(k or v is None for k, v in zip(known, value, strict=True)):
-                lists[name] = list(value)
-    return lists, single
