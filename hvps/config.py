@@ -81,6 +81,12 @@ class BackendConfig(Section):
         gt=0,
         description="seconds a rank waits for a missing one before the job is stopped",
     )
+    restarts: int = Field(
+        default=0,
+        ge=0,
+        description="how often a task that lost another one begins anew from the last checkpoint,"
+        " and waits for the other's return; `hvps launch --max-restarts` sets it",
+    )
     update: Literal["async", "sync", "bounded"] = Field(
         default="async",
         description="async: a gradient is applied when it comes; sync: their average over the"

@@ -67,6 +67,10 @@ class PeerLostError(TrainingError):
     """A collective failed because another rank is gone; that rank's own message is the cause."""
 
 
+class PeerMissingError(PeerLostError):
+    """A task did not come in time: it never was there, or is not back after its end."""
+
+
 def report_error(err: HvpsError, cluster: Cluster | None = None) -> int:
     """Print the error for people, and return its exit code.
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from hvps.cluster import Cluster
 from hvps.errors import EXIT_FAILURE, EXIT_INTERRUPTED, HvpsError, PeerLostError
+from hvps.restart import begin_anew_after
 
 # A rank that only noticed that a peer is gone lets that peer's own message come first.
 _SECONDARY_DELAY_S = 2.0
@@ -28,6 +29,7 @@ def ends_the_job_on_error(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     except HvpsError as err:
+        begin_anew_after(err, cluster.name)
         if isinstance(err, PeerLostError):
             time.sleep(_SECONDARY_DELAY_S)
         _leave(cluster, str(err), err.exit_code)

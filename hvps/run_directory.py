@@ -73,6 +73,14 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / "model.keras"
 
+    def restarts(self) -> list[dict[str, Any]]:
+        """What a launcher notes when it starts something again: when, what and why."""
+        try:
+            text = (self.path / "restarts.jsonl").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name.replace(' ', '-')}.log"
 

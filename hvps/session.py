@@ -284,6 +284,7 @@ class Session:
             "skipped_steps": result.skipped_steps,
             "stopped_by": result.stopped_by,
             **self.backend.report(),
+            "restarts": self.folder.restarts(),
             "weights_sha256": weights_sha256(model.weights),
         }
 

@@ -17,6 +17,8 @@ class StopSignals:
     A second signal ends the process at once, with 128 + its number.
     """
 
+    active: StopSignals | None = None
+
     def __init__(self) -> None:
         self._received: int | None = None
         self._before: dict[int, object] = {}
@@ -24,6 +26,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in _STOP:
             self._before[number] = signal.signal(number, self._handle)
+        StopSignals.active = self
         return self
 
     def __exit__(
@@ -31,6 +34,7 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        StopSignals.active = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None:
@@ -43,3 +47,8 @@ class StopSignals:
         if self._received is None:
             return False, False
         return self._received != signal.SIGINT, self._received == signal.SIGINT
+
+
+def stop_votes() -> tuple[bool, bool]:
+    """The votes of the context that is active in this process."""
+    return StopSignals.active.votes if StopSignals.active else (False, False)

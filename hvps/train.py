@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hvps: the chief evaluates; the evaluator has nothing to do and ends")
         return 0
     from hvps.failure import ends_the_job_on_error, leave_at_once
+    from hvps.restart import allow_restarts
 
+    allow_restarts(loaded.config)
     with ends_the_job_on_error(cluster):
         code = train(loaded, cluster)
         if loaded.config.backend.kind == "ps":

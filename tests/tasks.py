@@ -335,6 +335,7 @@ class Resumable:
 
     The examples are fetched one by one, and the one that is fetched as number HVPS_TEST_SIGNAL_AT
     in the process of rank HVPS_TEST_SIGNAL_RANK sends that process SIGTERM first, once per folder.
+    Each takes HVPS_TEST_PAUSE seconds.
 
     Args:
         plain: without BatchNormalization and dropout, whose results depend on the number of ranks.
@@ -370,6 +371,7 @@ class _Signalling:
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self._x, self._y, self._count = x, y, 0
         self._at = int(os.environ.get("HVPS_TEST_SIGNAL_AT", "-1"))
+        self._pause = float(os.environ.get("HVPS_TEST_PAUSE", "0"))
         if this_rank() != int(os.environ.get("HVPS_TEST_SIGNAL_RANK", "0")):
             self._at = -1
 
@@ -381,4 +383,5 @@ class _Signalling:
         if self._count == self._at and not os.path.exists("signalled"):
             Path("signalled").touch()
             os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self._pause)
         return self._x[i], self._y[i]

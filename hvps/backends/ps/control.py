@@ -7,20 +7,28 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any, TypedDict
 
 from hvps.backends.ps.wire import ConnectionLost, connect, receive, send
-from hvps.errors import ConfigError, PeerLostError
+from hvps.errors import ConfigError, PeerLostError, PeerMissingError
+from hvps.restart import begin_anew_after
+from hvps.signals import stop_votes
 
 _CONNECT_TIMEOUT_S = 10.0
 LOOK_THERE = "look for the first error in the output of that task"
 
 
 class Reason(TypedDict):
-    """Why the cluster has ended too early, as it travels."""
+    """Why the cluster has ended too early, as it travels.
+
+    Attributes:
+        missing: somebody did not come, rather than being lost.
+    """
 
     what: str
     do: str
+    missing: bool
 
 
 class Control:
@@ -52,6 +60,7 @@ class Control:
         self._local = threading.local()
         self._over = threading.Event()
         self._leaving = False
+        self._stop_passed_on = False
         self.exit_code: int | None = None
         beats = self._open("beats")
         threading.Thread(target=self._beat, args=(beats,), name="hvps-beats", daemon=True).start()
@@ -84,6 +93,7 @@ class Control:
                 send(connection, {"left": leaving})
                 answer = receive(connection, self._timeout)
                 silent, heard = time.monotonic() - heard, time.monotonic()
+                self._pass_on_stop()
                 if "refused" in answer:
                     self._end(_taken(self._task, answer["refused"]))
                 if answer["abort"]:
@@ -98,12 +108,21 @@ class Control:
             # A process that stood still may find an answer that came before the others gave up.
             silent = max(silent, time.monotonic() - heard)
             what = what_happened(self._coordinator, self._task, err, silent, self._timeout)
-            self._end(aborted({"what": what, "do": LOOK_THERE}))
+            self._end(aborted({"what": what, "do": LOOK_THERE, "missing": False}))
+
+    def _pass_on_stop(self) -> None:
+        """A signal asks for a stop while the main thread may be waiting for others."""
+        if not self._stop_passed_on and any(votes := stop_votes()):
+            self._stop_passed_on = True
+            with suppress(PeerLostError):  # the next beat says so too
+                self.call("stop_all", signal_name="SIGTERM" if votes[0] else "SIGINT")
 
     def _end(self, err: PeerLostError | ConfigError) -> None:
         if self._leaving:
             self._over.set()
             return
+        if self.exit_code is None:  # nobody has asked it to end
+            begin_anew_after(err, self._task)
         sys.stdout.flush()
         print(f"hvps: error: {self._task} ends: {err}", file=sys.stderr, flush=True)
         os._exit(err.exit_code if self.exit_code is None else self.exit_code)
@@ -149,7 +168,8 @@ class Control:
 
 
 def aborted(reason: Reason) -> PeerLostError:
-    return PeerLostError(
+    kind = PeerMissingError if reason["missing"] else PeerLostError
+    return kind(
         reason["what"],
         rule="training goes on only while every task that it needs is there",
         do=reason["do"],
@@ -183,7 +203,7 @@ def wait_for_port(host: str, port: int, *, task: str, timeout: float) -> None:
     """Wait until something listens at `host:port`.
 
     Raises:
-        PeerLostError: it did not within `timeout` seconds; names the task.
+        PeerMissingError: it did not within `timeout` seconds; names the task.
     """
     deadline = time.monotonic() + timeout
     reason = ""
@@ -194,7 +214,7 @@ def wait_for_port(host: str, port: int, *, task: str, timeout: float) -> None:
         except OSError as err:
             reason = err.strerror or str(err)
             time.sleep(0.1)
-    raise PeerLostError(
+    raise PeerMissingError(
         f"{task} did not come within {timeout:g} s",
         rule="every task of the cluster is started",
         received=f"{host}:{port}: {reason}",

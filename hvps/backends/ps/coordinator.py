@@ -116,10 +116,13 @@ class Coordinator:
                 self._fail(f"{task} was stopped by {signal_name}", "start the cluster again")
             self._changed.notify_all()
 
-    def _fail(self, what: str, do: str = LOOK_THERE) -> None:
+    def _fail(self, what: str, do: str = LOOK_THERE, *, missing: bool = False) -> None:
         """Under the lock: tell everyone that it is over, and why."""
         if not self._is_over():
-            self._abort = {"what": what, "do": do}
+            self._abort = {"what": what, "do": do, "missing": missing}
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake accept()
+            self._listener.close()  # whoever comes now belongs to the cluster's next life
         self._changed.notify_all()
 
     # --- who is here ---
@@ -140,6 +143,7 @@ class Coordinator:
                 self._fail(
                     self._did_not_come(needed),
                     "start what is missing, or raise backend.stall_timeout if it starts slowly",
+                    missing=True,
                 )
             elif spared:
                 self._news.append(self._did_not_come(spared))
@@ -478,4 +482,8 @@ class _Over(Exception):  # noqa: N818
 
     def __init__(self, reason: Reason | None) -> None:
         super().__init__()
-        self.reason = reason or {"what": "the cluster has ended", "do": LOOK_THERE}
+        self.reason = reason or {
+            "what": "the cluster has ended",
+            "do": LOOK_THERE,
+            "missing": False,
+        }

@@ -104,10 +104,7 @@ def _join(target: str, cluster: Cluster, tasks: Tasks, timeout: float) -> Contro
     """
     names = [f"ps {index} ({address})" for index, address in enumerate(tasks.ps)]
     wait_for_port(*split_address(tasks.ps[0]), task=names[0], timeout=timeout)
-    host, port, token = _find_coordinator(target, names[0], timeout).split()
-    control = Control(
-        host, int(port), token, task=cluster.name, coordinator=names[0], timeout=timeout
-    )
+    control = _reach_coordinator(target, names[0], cluster.name, timeout)
     if cluster.role == "worker":
         control.call("meet")
         for name, address in zip(names, tasks.ps, strict=True):  # not only here, but reached
@@ -123,6 +120,19 @@ def _describe_congestion(wanted: str) -> str:
         f"TCP congestion control of the servers: {chosen}"
         f" (backend.congestion_control: {wanted}; the system's is {in_use()})"
     )
+
+
+def _reach_coordinator(target: str, ps_0: str, task: str, timeout: float) -> Control:
+    """Connect to it; one that has just come to its end may still be where the next one will be."""
+    deadline = time.monotonic() + timeout
+    while True:
+        host, port, token = _find_coordinator(target, ps_0, timeout).split()
+        try:
+            return Control(host, int(port), token, task=task, coordinator=ps_0, timeout=timeout)
+        except PeerLostError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def cluster_definition(tasks: Tasks) -> Any:

@@ -12,6 +12,7 @@ from hvps.backends.ps.control import Control
 from hvps.backends.ps.member import Member
 from hvps.backends.ps.shards import ps_device
 from hvps.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED
+from hvps.restart import begin_anew_after
 from hvps.signals import StopSignals
 
 v1 = tf.compat.v1
@@ -54,6 +55,8 @@ def _serve(member: Member, signals: StopSignals) -> int:
     coordinator.linger(_LINGER_S)
     if coordinator.failure is None:
         return EXIT_OK
+    if not asked:
+        begin_anew_after(coordinator.failure, member.cluster.name)
     text = f"hvps: error: {member.cluster.name} ends: {coordinator.failure}"
     print(text, file=sys.stderr, flush=True)
     return code
