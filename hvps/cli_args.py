@@ -6,7 +6,7 @@ The programs that train also take `--role ROLE --index N`: which task of a clust
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvps.errors import ConfigError
 
@@ -28,6 +28,8 @@ _TRAIN = """\
   {prog} configs/ps.yaml backend.cluster='{{ps: [a:3333], worker: [b:3333]}}' --role ps --index 0
 """
 _LAUNCH = """\
+  {prog} -np 4 configs/allreduce.yaml   # mpirun, with what it needs here
+  {prog} -np 4 --max-restarts 3 configs/allreduce.yaml run.name=long
   {prog} configs/ps.yaml
   {prog} configs/ps.yaml backend.num_workers=3 backend.update=sync train.global_batch=96
 """
@@ -35,6 +37,14 @@ _TASK_HELP = """\
   --role ROLE        this process's task of a parameter-server cluster: ps, worker, chief or
                      evaluator; without it the launcher or TF_CONFIG says so
   --index N          which task of the role, 0 for the first
+"""
+_LAUNCH_HELP = """\
+  -np N              ranks of backend.kind=allreduce (2); parameter servers and workers are
+                     counted by backend.num_ps and backend.num_workers
+  --max-restarts K   start again what dies, from the last checkpoint, at most K times in all (0)
+  --elastic MIN:MAX  allreduce: start with MAX ranks, and after each death with one less, down to
+                     MIN; the global batch stays, its shares may differ by one example
+  --dry-run          only print what would be started
 """
 
 
@@ -46,12 +56,24 @@ class Arguments:
         config: the configuration file, if one was given.
         overrides: `section.key=value`, in their order.
         role, index: this process's task; both None if they were not given.
+        ranks, max_restarts, elastic, dry_run: of `hvps launch`; see its help.
     """
 
     config: str | None
     overrides: list[str]
     role: str | None = None
     index: int | None = None
+    ranks: int | None = None
+    max_restarts: int = 0
+    elastic: tuple[int, int] | None = None
+    dry_run: bool = False
+
+    def with_overrides(self, further: Sequence[str]) -> Arguments:
+        return replace(self, overrides=[*self.overrides, *further])
+
+    def for_training(self) -> list[str]:
+        """What the program that trains is given."""
+        return [*([self.config] if self.config else []), *self.overrides]
 
 
 def split_args(
@@ -73,8 +95,10 @@ def split_args(
             print(help_text(prog, description), end="")
             raise SystemExit(0)
         name, equals, value = argument.partition("=")
-        if _trains(prog) and name in ("--role", "--index"):
+        if name in _options_of(prog):
             options[name] = value if equals else next(rest, "")
+        elif _launches(prog) and argument == "--dry-run":
+            options[argument] = ""
         elif argument.startswith("-"):
             raise _unknown_option(argument, prog)
         elif equals:
@@ -88,11 +112,64 @@ def split_args(
             received=" ".join(files),
             do=f"for example: {_command(prog)} {files[0]} train.epochs=3",
         )
-    return Arguments(files[0] if files else None, overrides, *_task_of(options))
+    config = files[0] if files else None
+    if _launches(prog):
+        return _for_launch(config, overrides, options)
+    return Arguments(config, overrides, *_task_of(options))
 
 
 def _trains(prog: str) -> bool:
     return "train" in prog
+
+
+def _launches(prog: str) -> bool:
+    return "launch" in prog
+
+
+def _options_of(prog: str) -> tuple[str, ...]:
+    """Options that take a value."""
+    if _launches(prog):
+        return ("-np", "--max-restarts", "--elastic")
+    return ("--role", "--index") if _trains(prog) else ()
+
+
+def _for_launch(config: str | None, overrides: list[str], options: dict[str, str]) -> Arguments:
+    ranks = restarts = None
+    if "-np" in options:
+        ranks = _number("-np", options["-np"], 1)
+    if "--max-restarts" in options:
+        restarts = _number("--max-restarts", options["--max-restarts"], 0)
+    elastic = None
+    if "--elastic" in options:
+        low, _, high = options["--elastic"].partition(":")
+        elastic = _number("--elastic", low, 1), _number("--elastic", high, 1)
+        if elastic[0] > elastic[1]:
+            raise _wrong_number("--elastic", options["--elastic"], "MIN:MAX with MIN <= MAX")
+    return Arguments(
+        config,
+        overrides,
+        ranks=ranks,
+        max_restarts=restarts or 0,
+        elastic=elastic,
+        dry_run="--dry-run" in options,
+    )
+
+
+def _number(option: str, text: str, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) >= least):
+        rule = "MIN:MAX, integers >= 1" if option == "--elastic" else f"an integer >= {least}"
+        raise _wrong_number(option, text, rule)
+    return int(text)
+
+
+def _wrong_number(option: str, text: str, rule: str) -> ConfigError:
+    examples = {"-np": "-np 4", "--max-restarts": "--max-restarts 3", "--elastic": "--elastic 2:4"}
+    return ConfigError(
+        f"{option}: {'missing' if not text else 'not such a number'}",
+        rule=rule,
+        received=f"{option} {text}".strip() + " (command line)",
+        do=f"for example {examples[option]}",
+    )
 
 
 def _task_of(options: dict[str, str]) -> tuple[str | None, int | None]:
@@ -148,10 +225,12 @@ def _unknown_option(argument: str, prog: str) -> ConfigError:
         known = find_key(key.replace("-", "_"))
         if known:
             do = f"write {known}={value if equals else '...'}"
+    known_options = [*_options_of(prog), *(["--dry-run"] if _launches(prog) else []), "--help"]
+    listed = ", ".join(known_options[:-1]) + " and " if len(known_options) > 1 else ""
     return ConfigError(
         f"{argument}: unknown option",
         rule="values are given as section.key=value, without dashes; the only option"
-        + ("s are --role, --index and --help" if _trains(prog) else " is --help"),
+        + (f"s are {listed}--help" if listed else " is --help"),
         received=f"{argument} (command line)",
         do=do,
     )
@@ -162,13 +241,15 @@ def help_text(prog: str, description: str) -> str:
     command, trains = _command(prog), _trains(prog)
     examples = _LAUNCH if "launch" in prog else _ANY + (_TRAIN if trains else "")
     usage = "[CONFIG] [section.key=value ...]" + (" [--role ROLE --index N]" if trains else "")
+    if _launches(prog):
+        usage = f"[-np N] [--max-restarts K] [--elastic MIN:MAX] [--dry-run] {usage}"
     return "\n".join(
         [
             f"usage: {command} {usage}\n",
             f"{description}\n",
             "  CONFIG             a YAML file; without it the defaults below",
             "  section.key=value  replaces one value of it",
-            _TASK_HELP if trains else "",
+            _TASK_HELP if trains else _LAUNCH_HELP if _launches(prog) else "",
             _EXAMPLES.format(examples=examples.format(prog=command)),
             "keys and defaults:",
             *_key_lines(),

@@ -220,6 +220,9 @@ class TrainConfig(Section):
     accumulate: int = Field(
         default=1, ge=1, description="parts of a rank's share, computed one by one"
     )
+    uneven_batch: bool = Field(
+        default=False, description="ranks' shares of a batch may differ by one example"
+    )
     precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = Field(
         default="float32", description="what the model computes in"
     )

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start_all(given: str | None) -> int:
-    from hvps.launcher import Supervisor
+    from hvps.supervisor import Supervisor
 
     started = time.monotonic()
     addresses = given or _choose_addresses()

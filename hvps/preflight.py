@@ -120,6 +120,8 @@ def _check_batch(loaded: LoadedConfig, cluster: Cluster) -> Iterator[Problem]:
     unit = math.prod(parts.values()) * train.accumulate
     if train.global_batch % unit == 0:
         return
+    if train.uneven_batch and loaded.config.backend.kind != "ps" and train.global_batch >= unit:
+        return
     below = train.global_batch // unit * unit
     nearest = " or ".join(str(value) for value in (below, below + unit) if value > 0)
     names = " x ".join([*parts, "train.accumulate"])

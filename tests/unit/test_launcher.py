@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 
 from hvps.cluster import Tasks
-from hvps.errors import ConfigError
-from hvps.launcher import PrefixedLines, Supervisor, choose_addresses, task_commands
+from hvps.launcher import choose_addresses, task_commands
 from hvps.overrides import load_config
 from hvps.ports import check_own_address, free_ports, split_address
+from hvps.prefixed_output import PrefixedLines
+from hvps.supervisor import Supervisor
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)
@@ -70,7 +72,7 @@ class Launch:
         note = "import os; open(f'pid.{os.getpid()}', 'w').close()\n"
         commands = {name: [sys.executable, "-c", note + text] for name, text in programs.items()}
         main = (
-            "import sys, json; from hvps.launcher import Supervisor\n"
+            "import sys, json; from hvps.supervisor import Supervisor\n"
             "given = json.loads(sys.argv[1])\n"
             "sys.exit(Supervisor(given[0], **given[1]).run())"
         )
@@ -265,7 +267,7 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
     """As in `hvps launch ... | head -1`: it ends, as any program does."""
     chatter = "import time\nwhile True: print('x', flush=True); time.sleep(0.01)"
     code = (
-        "import sys; from hvps.launcher import Supervisor\n"
+        "import sys; from hvps.supervisor import Supervisor\n"
         f"sys.exit(Supervisor({{'worker 0': [sys.executable, '-c', {chatter!r}]}}).run())"
     )
     process = subprocess.Popen(
@@ -351,13 +353,6 @@ def test_the_given_cluster_if_it_is_here() -> None:
     assert "192.0.2.1" not in str(tasks)
 
 
-@pytest.mark.parametrize(("kind", "do"), [("local", "python -m"), ("allreduce", "horovodrun")])
-def test_only_parameter_servers_are_launched(kind: str, do: str) -> None:
-    with pytest.raises(ConfigError, match="hvps launch starts parameter-server clusters") as caught:
-        choose_addresses(load_config(None, [f"backend.kind={kind}"]))
-    assert do in str(caught.value.do)
-
-
 def test_commands() -> None:
     commands = task_commands("x.yaml", ["a=1"], Tasks(("a:1", "a:2"), ("a:3",)))
     assert list(commands) == ["ps 0", "ps 1", "worker 0"]
@@ -397,7 +392,16 @@ def test_a_wrong_configuration_is_reported_once(tmp_path: Path) -> None:
             (["backend.kind=ps", "optimizer.name=adan"], "optimizer.name: "),
             (["backend.kind=ps", "backend.worker_steps=[1]"], "backend.worker_steps: "),
             (["backend.kind=ps", cluster], f"worker 0: port {port} is in use by pid {os.getpid()}"),
-            (["configs/allreduce.yaml"], "backend.kind: hvps launch starts"),
+            (["backend.kind=ps", "-np", "2"], "-np: has no effect here"),
+            (["backend.kind=ps", "--elastic", "1:2"], "--elastic: has no effect here"),
+            (["backend.kind=local", "-np", "2"], "-np: has no effect here"),
+            (["-np", "0"], "-np: not such a number"),
+            (["--max-restarts"], "--max-restarts: missing"),
+            (["--elastic", "3:2"], "--elastic: not such a number"),
+            (["--elastic", "2:3", "-np", "4"], "-np: 4 ranks are not within --elastic"),
+            (["-np", "3", "train.global_batch=64"], "train.global_batch: 64 cannot be shared"),
+            (["--max-restarts", "1", "run.resume=never"], "--max-restarts: run.resume forbids"),
+            (["--max-restarts", "1", "checkpoint.keep=0"], "--max-restarts: checkpoint.keep for"),
         ):
             done = run_program(tmp_path, *overrides)
             assert (done.returncode, done.stdout) == (2, ""), done
@@ -419,3 +423,14 @@ def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert Supervisor({"worker 0": [sys.executable, "-c", ""]}).run() == 0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "--dry-run", "-np", "4", "train.steps=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, command = done.stdout.splitlines()
+    assert first == "hvps launch: 4 ranks"
+    assert re.search(r"mpirun -np 4 .*python -m hvps.train train.steps=3$", command)
+    done = run_program(tmp_path, "--dry-run", "configs/ps.yaml")
+    assert done.stdout.count(" -m hvps.train ") == 4  # 2 ps, 2 workers
+    assert "a task" not in done.stdout

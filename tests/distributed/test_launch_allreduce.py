@@ -1,0 +1,94 @@
+"""hvps launch with ranks: signals, restarts, fewer ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import BIN, Job, result_of
+
+Jobs = Callable[..., Job]
+TIMEOUT = 90
+PAUSE = {"HVPS_TEST_PAUSE": "0.005"}
+TASK = [
+    "task=tests.tasks:Resumable",
+    "task_args.examples=400",
+    "train.epochs=8",
+    "train.global_batch=16",
+    "train.eval_every=0",
+    "checkpoint.every_steps=5",
+    "log.every=5",
+    "log.tensorboard=false",
+    "log.progress=off",
+    "run.name=it",
+]
+STEPS = 8 * 25
+
+
+def launch(*options: str) -> list[str]:
+    return [str(BIN / "hvps"), "launch", *TASK, *options]
+
+
+def wait_until_saved(job: Job) -> None:
+    folder = job.cwd / "runs" / "it" / "checkpoints"
+    job.wait_for(lambda: [*folder.glob("step-*")], TIMEOUT, "checkpoint")
+
+
+@pytest.mark.timeout(2 * TIMEOUT)
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [
+        (signal.SIGTERM, 143, "SIGTERM"),
+        (signal.SIGUSR1, 143, "SIGTERM"),
+        (signal.SIGINT, 130, "SIGINT"),
+    ],
+)
+def test_a_signal_to_the_launcher_stops_the_ranks_after_a_save(
+    jobs: Jobs, number: int, code: int, name: str
+) -> None:
+    job = jobs(launch("-np", "2"), env=PAUSE)
+    wait_until_saved(job)
+    job.process.send_signal(number)
+    assert job.wait(TIMEOUT) == code, job.output
+    result = result_of(job.cwd / "runs" / "it")
+    assert result["stopped_by"] == name
+    last = sorted((job.cwd / "runs" / "it" / "checkpoints").glob("step-*"))[-1]
+    assert last.name == f"step-{result['steps']:012d}"
+    assert not job.members()
+
+
+@pytest.mark.timeout(3 * TIMEOUT)
+@pytest.mark.parametrize("elastic", [[], ["--elastic", "2:3", "train.global_batch=17"]])
+def test_a_killed_rank_brings_the_job_back(jobs: Jobs, tmp_path: Path, elastic: list[str]) -> None:
+    ranks = elastic or ["-np", "2"]
+    job = jobs(launch("--max-restarts", "1", *ranks), env=PAUSE)
+    wait_until_saved(job)
+    victim = job.rank_pid(1)
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait(2 * TIMEOUT) == 0, job.output
+    assert "(restart 1 of 1)" in job.output
+    assert "goes on after step" in job.output
+    result = result_of(tmp_path / "runs" / "it")
+    assert [r["task"] for r in result["restarts"]] == ["the job"]
+    assert result["ranks"] == 2
+    if elastic:
+        assert "2 ranks share the global batch of 17: 8, 9" in job.output
+        assert result["steps"] == 8 * 24  # batches of 17 in 400 examples
+        assert result["examples"] == 8 * 400
+    else:
+        assert result["steps"] == STEPS
+
+
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_what_dies_again_and_again_is_given_up(jobs: Jobs) -> None:
+    fails = ["task=tests.tasks:Regression", "task_args={fail_at: 3}", "run.name=fails"]
+    job = jobs(launch("-np", "2", "--max-restarts", "1", *fails))
+    assert job.wait(TIMEOUT) == 1, job.output
+    assert job.output.count("example 3 cannot be read") >= 2
+    assert "(restart 1 of 1)" in job.output
+    assert not job.members()

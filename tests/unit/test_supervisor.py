@@ -1,0 +1,142 @@
+"""Processes that die are started again, or done without, or take the others with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvps.supervisor import Policy, Restart, Supervisor
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+# Dies as often as there is no file for it yet, then ends in order.
+DIES = """
+import os, signal, sys
+folder, times = sys.argv[1], int(sys.argv[2])
+for i in range(times):
+    try:
+        os.close(os.open(f"{folder}/died-{i}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        continue
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def dies(folder: Path, times: int) -> list[str]:
+    return [*python(DIES), str(folder), str(times)]
+
+
+# Runs until a file is there.
+WAITS = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+
+
+def at_once(number: int) -> float:
+    return 0.0
+
+
+def test_what_dies_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    noted: list[Restart] = []
+    policy = Policy(max_restarts=3, note=noted.append)
+    code = Supervisor({"worker 0": dies(tmp_path, 2)}, policy=policy, delay=at_once).run()
+    assert code == 0
+    assert [r.number for r in noted] == [1, 2]
+    assert {(r.task, r.reason, r.limit) for r in noted} == {
+        ("worker 0", "was killed by SIGKILL", 3)
+    }
+    assert "worker 0 was killed by SIGKILL; it is started again in 0 s" in capfd.readouterr().err
+
+
+def test_not_more_often_than_allowed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(max_restarts=2)
+    code = Supervisor({"worker 0": dies(tmp_path, 9)}, policy=policy, delay=at_once).run()
+    assert code == 128 + signal.SIGKILL
+    assert len(list(tmp_path.glob("died-*"))) == 3
+    assert capfd.readouterr().err.count("started again") == 2
+
+
+@pytest.mark.parametrize("code", [0, 2, 130, 143])
+def test_an_end_that_is_meant_is_one(code: int) -> None:
+    noted: list[Restart] = []
+    policy = Policy(max_restarts=3, note=noted.append)
+    commands = {"worker 0": python(f"raise SystemExit({code})")}
+    assert Supervisor(commands, policy=policy, delay=at_once, grace=0.1).run() == code
+    assert not noted
+
+
+def test_a_restart_may_have_another_command(tmp_path: Path) -> None:
+    policy = Policy(max_restarts=1, note=lambda restart: python("raise SystemExit(0)"))
+    assert Supervisor({"job": dies(tmp_path, 9)}, policy=policy, delay=at_once).run() == 0
+    assert len(list(tmp_path.glob("died-*"))) == 1
+
+
+def test_delays_double_up_to_half_a_minute() -> None:
+    delay = Supervisor({}).delay
+    assert [delay(n) for n in (1, 2, 3, 6, 9)] == [1, 2, 4, 30, 30]
+
+
+def test_the_others_go_on_without_one_that_is_dispensable(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flag = tmp_path / "died-0"
+    commands = {
+        "worker 0": [*python(WAITS), str(flag)],
+        "worker 1": dies(tmp_path, 1),
+    }
+    policy = Policy(dispensable=lambda name: name == "worker 1")
+    assert Supervisor(commands, policy=policy).run() == 0
+    assert "worker 1 was killed by SIGKILL; the others go on without it" in capfd.readouterr().err
+
+
+def test_nobody_waits_for_a_dispensable_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = {"worker 0": python(""), "worker 1": [*python(WAITS), str(tmp_path / "never")]}
+    policy = Policy(dispensable=lambda name: name == "worker 1")
+    assert Supervisor(commands, policy=policy, grace=0.2).run() == 0
+    assert "training has ended without worker 1" in capfd.readouterr().err
+
+
+def test_one_that_stands_still_is_started_again(tmp_path: Path) -> None:
+    stops = (
+        "import os, signal, sys\n"
+        "try: os.close(os.open(sys.argv[1], os.O_CREAT | os.O_EXCL))\n"
+        "except FileExistsError: sys.exit()\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    noted: list[Restart] = []
+    policy = Policy(max_restarts=1, stopped_after=0.1, note=noted.append)
+    commands = {"ps 0": [*python(stops), str(tmp_path / "stopped")], "worker 0": python("")}
+    assert Supervisor(commands, policy=policy, delay=at_once).run() == 0
+    assert [(r.task, r.reason) for r in noted] == [("ps 0", "was killed by SIGKILL")]
+
+
+def when(condition: Callable[[], bool], number: int) -> None:
+    """Send this process a signal as soon as the condition holds."""
+
+    def work() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not condition():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def test_a_signal_while_one_waits_to_be_started_again(tmp_path: Path) -> None:
+    when((tmp_path / "died-0").exists, signal.SIGTERM)
+    supervisor = Supervisor(
+        {"worker 0": dies(tmp_path, 1)}, policy=Policy(max_restarts=1), delay=lambda n: 3600.0
+    )
+    assert supervisor.run() in (143, 128 + signal.SIGKILL)
