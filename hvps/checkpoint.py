@@ -24,16 +24,28 @@ from typing import Any
 
 import numpy as np
 
-from hvps.errors import ConfigError, HvpsError
+from hvps.errors import ConfigError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{12})(?:\.(\d+))?")
 _ASIDE, _DOOMED = ".writing-", ".removing-"
 _STATE, _META = "state.npz", "checkpoint.json"
 _CHUNK = 1 << 22
+# What reading gives of bytes that are not those that were written.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+)
 
 
-class DamagedCheckpointError(HvpsError):
+class DamagedCheckpointError(ConfigError):
     """A checkpoint cannot be read, or its bytes are not those that were written."""
 
 
@@ -68,7 +80,7 @@ class Checkpoint:
             with np.load(self.path / _STATE, allow_pickle=False) as file:
                 dtypes = self.meta["dtypes"]
                 return {name: _of_dtype(file[name], dtypes[name]) for name in file.files}
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as err:
+        except _UNREADABLE as err:
             raise _damaged(self.path, err) from err
 
     def verify(self) -> None:
@@ -240,7 +252,7 @@ def read_meta(path: Path) -> Checkpoint:
         wanted = meta.pop("meta_sha256")
         if _meta_sum(meta) != wanted:
             raise ValueError(f"the checksum of {_META} is another one")
-    except (OSError, ValueError, KeyError, AttributeError) as err:
+    except _UNREADABLE as err:
         raise _damaged(path, err) from err
     if meta["format"] != FORMAT:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""hvps train | launch | config: the command line program."""
+"""hvps train | launch | eval | checkpoints | config: the command line program."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from hvps.cli_args import split_args
 from hvps.errors import ConfigError, report_error
 
 _USAGE = """\
-usage: hvps COMMAND [CONFIG] [section.key=value ...]
+usage: hvps COMMAND [CONFIG or RUN] [section.key=value ...]
 
 One trainer for Keras 3 models on one process or many.
 
 commands:
-  train    train a model; the same as python -m hvps.train
-  launch   train with parameter servers: starts all of their processes on this machine
-  config   print the configuration that would be used, and where each value comes from
+  train        train a model; the same as python -m hvps.train
+  launch       train in several processes on this machine, watched and brought back
+  eval         evaluate a checkpoint of a run; the same as python -m hvps.evaluate
+  checkpoints  list the checkpoints of a run, and whether they are whole
+  config       print the configuration that would be used, and where each value comes from
 
 options:
   --help     this text; hvps COMMAND --help lists all keys
   --version  the version
 """
+_COMMANDS = ("train", "launch", "eval", "checkpoints", "config")
 _MAX_COLUMN = 44
 
 
@@ -46,7 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hvps import train
 
         return train.main(arguments[1:])
+    if command == "eval":
+        from hvps import evaluate
+
+        return evaluate.main(arguments[1:])
     try:
+        if command == "checkpoints":
+            from hvps import checkpoints_command
+
+            return checkpoints_command.main(arguments[1:])
         if command == "launch":
             from hvps.launcher import launch
 
@@ -61,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown_command(command: str) -> ConfigError:
     from hvps.problems import did_you_mean
 
-    near = did_you_mean(command, ("train", "launch", "config"))
+    near = did_you_mean(command, _COMMANDS)
     if near is None and (command.endswith((".yaml", ".yml")) or "=" in command):
         near = f"write hvps train {command}"
     return ConfigError(
         f"{command}: unknown command",
-        rule="train, launch or config",
+        rule=f"{', '.join(_COMMANDS[:-1])} or {_COMMANDS[-1]}",
         received=f"{command} (command line)",
         do=near or "see hvps --help",
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,11 +83,17 @@ class Csv:
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(_whole_lines(path), newline="")))
+
+
+def _whole_lines(path: Path) -> str:
+    """A file's text without a last line that was cut off, and without what no text has."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
+        with open(path, encoding="utf-8", errors="replace", newline="") as file:
+            text = file.read().replace("\0", "")
     except FileNotFoundError:
-        return []
+        return ""
+    return text[: text.rfind("\n") + 1]
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -96,15 +104,18 @@ def forget_after(folder: Path, step: int) -> None:
     lines = folder / "metrics.jsonl"
     if lines.exists():
         kept = []
-        for line in lines.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in _whole_lines(lines).splitlines(keepends=True):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
-        lines.write_text("".join(kept), encoding="utf-8")
+        aside = folder / ".metrics.jsonl.tmp"
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, lines)
     table = folder / "metrics.csv"
-    rows = [row for row in _read_rows(table) if (row.get("step") or "x").isdigit()]
+    complete = [row for row in _read_rows(table) if None not in row.values() and None not in row]
+    rows = [row for row in complete if row.get("step", "").isdigit()]
     if rows:
         with open(table, "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, [name for name in rows[0] if name], extrasaction="ignore")

@@ -110,7 +110,7 @@ def checkpoint_at(path: Path, step: int | None = None) -> Checkpoint:
 def _latest(folder: Path, step: int | None = None) -> Checkpoint | None:
     found, passed = latest_checkpoint(folder, step)
     for damaged in passed:
-        logger.warning("%s is passed over: %s", damaged.what, damaged.received)
+        logger.warning("%s and is passed over: %s", damaged.what, damaged.received)
     return found
 
 
@@ -176,7 +176,7 @@ def restore(
     saved = broadcast({name: np.asarray(v) for name, v in seeds.items()})
     if beginning.state is None:
         for name, variable in seeds.items():
-            own = np.array(variable)
+            own = np.asarray(variable).copy()
             own.reshape(-1)[1:] = saved[name].reshape(-1)[1:]
             variable.assign(own)
 

@@ -21,7 +21,7 @@ from typing import Any
 import hvps
 from hvps.errors import ConfigError
 
-_BEFORE_A_RUN = {"logs", ".lock", "restarts.jsonl"}
+_BEFORE_A_RUN = {"logs", ".lock", "restarts.jsonl", ".config.yaml.tmp"}
 _LOCK_TIMEOUT_S = 20.0
 
 
@@ -129,6 +129,12 @@ def open_run_directory(
             raise FileExistsError(errno.EEXIST, "latest is not the link that hvps makes", latest)
         path, existed = _claim(base, name, stem, resume)
         (path / "logs").mkdir(exist_ok=True)
+        folder = RunDirectory(path)
+        folder.lock()
+        if not existed and is_run(path):  # another process has made it one in the meantime
+            if not resume:
+                raise _taken(path, resume)
+            existed = True
         _point_latest(base, path.name)
     except OSError as err:
         raise ConfigError(
@@ -137,8 +143,6 @@ def open_run_directory(
             received=f"{base}: {err.strerror}",
             do="choose another run.dir",
         ) from err
-    folder = RunDirectory(path)
-    folder.lock()
     if existed:  # what it says was true of an earlier end
         (path / "result.json").unlink(missing_ok=True)
     return folder, existed
@@ -166,13 +170,7 @@ def _claim(base: Path, name: str | None, stem: str, resume: bool) -> tuple[Path,
     if name is not None:
         path = base / name
         if not may_hold_run(path, resume=resume):
-            raise ConfigError(
-                f"run.name: {name} belongs to an earlier run",
-                rule="a run never writes over another",
-                received=str(path),
-                do="choose another run.name, or delete that folder"
-                + ("" if resume else "; run.resume=auto goes on with it"),
-            )
+            raise _taken(path, resume)
         path.mkdir(exist_ok=True)
         return path, is_run(path)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -186,10 +184,21 @@ def _claim(base: Path, name: str | None, stem: str, resume: bool) -> tuple[Path,
     raise OSError(0, "a thousand runs in one second")
 
 
+def _taken(path: Path, resume: bool) -> ConfigError:
+    return ConfigError(
+        f"run.name: {path.name} belongs to an earlier run",
+        rule="a run never writes over another",
+        received=str(path),
+        do="choose another run.name, or delete that folder"
+        + ("" if resume else "; run.resume=auto goes on with it"),
+    )
+
+
 def _point_latest(base: Path, name: str) -> None:
     # Named after the run, whose folder is ours alone: containers may share the disk and have the
     # same process ids.
     aside = base / f".latest-{name}"
+    aside.unlink(missing_ok=True)  # an earlier life of the run may have been killed here
     aside.symlink_to(name)
     try:
         os.replace(aside, base / "latest")

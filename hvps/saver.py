@@ -64,6 +64,7 @@ class Saver:
         self._asked_at, self._saved_at = start, time.monotonic()
         self._evaluation: dict[str, float] | None = None
         self.last: Checkpoint | None = None
+        self._start, self._own = start, set[Path]()
         self._failure: BaseException | None = None
         self._busy = threading.Event()
         self._idle = threading.Condition()
@@ -166,10 +167,12 @@ class Saver:
         while (entry := self._work.get()) is not None:
             try:
                 self.last = self._written(*entry)
-                self._remove_surplus()
+                self._own.add(self.last.path)
             except BaseException as err:  # training goes on, and the next save may succeed
                 self._failure = err
                 logger.error("%s", self._not_written(err))
+            else:
+                self._remove_surplus()
             del entry  # the state's memory
             with self._idle:
                 self._busy.clear()
@@ -182,15 +185,23 @@ class Saver:
         return note_in_checkpoint(self.last, meta)
 
     def _remove_surplus(self) -> None:
-        found = self._readable()
-        keep = {c.path for c in found[: self._config.keep]}
-        best = self._best(found)
-        keep |= set(sorted(best, key=lambda path: best[path])[: self._config.keep_best])
-        for checkpoint in found:
-            if checkpoint.path not in keep:
-                remove_checkpoint(checkpoint.path)
+        try:
+            found = self._readable()
+            keep = {c.path for c in found[: self._config.keep]}
+            best = self._best(found)
+            keep |= set(sorted(best, key=lambda path: best[path])[: self._config.keep_best])
+            for checkpoint in self._described():
+                if checkpoint.path not in keep:
+                    remove_checkpoint(checkpoint.path)
+        except Exception as err:  # what was to be saved is saved
+            logger.warning("checkpoint: surplus ones in %s are still there: %s", self._folder, err)
 
     def _readable(self) -> list[Checkpoint]:
+        """Those that count. One of a later step than where this process began was passed over then:
+        its description can be read, but not its state."""
+        return [c for c in self._described() if c.step <= self._start or c.path in self._own]
+
+    def _described(self) -> list[Checkpoint]:
         return [c for c in list_checkpoints(self._folder) if isinstance(c, Checkpoint)]
 
     def _best(self, found: list[Checkpoint]) -> dict[Path, float]:
@@ -211,8 +222,13 @@ class Saver:
 
     def _not_written(self, err: BaseException) -> HvpsError:
         full = isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT)
-        newest = next(iter(self._readable()), None)
-        kept = f"the one of step {newest.step} is whole" if newest else "there is no earlier one"
+        try:
+            newest = next(iter(self._readable()), None)
+            kept = (
+                f"the one of step {newest.step} is whole" if newest else "there is no earlier one"
+            )
+        except Exception as further:  # the folder cannot be looked at either
+            kept = f"{type(further).__name__}: {further}"
         return TrainingError(
             f"checkpoint: could not be written to {self._folder}"
             + (": the disk is full" if full else ""),

@@ -15,16 +15,15 @@ import numpy as np
 from hvps.backends import Backend
 from hvps.backends.whole_state import whole_state
 from hvps.batches import Feed
+from hvps.building import build_eval_feed, build_evaluator, build_model, build_train_feed
 from hvps.callbacks import Monitor
 from hvps.cli import render_config
 from hvps.cluster import Cluster
 from hvps.config import Config
-from hvps.data import make_feed
 from hvps.errors import ConfigError
 from hvps.evaluation import Evaluator
 from hvps.log import log_to_file, logger, start_logging
 from hvps.metrics import Writers, forget_after, open_writers
-from hvps.optimizer import make_optimizer
 from hvps.overrides import LoadedConfig
 from hvps.progress import make_progress
 from hvps.resume import Beginning, config_sha256, find_beginning, restore
@@ -35,7 +34,6 @@ from hvps.run_directory import (
     versions,
     weights_sha256,
 )
-from hvps.runtime import seed_rank
 from hvps.saver import Saver, check_room
 from hvps.schedule import Schedule, make_schedule
 from hvps.signals import StopSignals
@@ -88,12 +86,10 @@ class Session:
     def trainer(self, task: Task, devices: str, signals: StopSignals) -> Trainer:
         """Build model, optimizer, data and loop from the task, alike on every rank."""
         config, cluster, backend = self.config, self.cluster, self.backend
-        train_feed, eval_feed = self._feeds(task)
+        train_feed = build_train_feed(config, task, backend)
+        eval_feed = build_eval_feed(config, task, backend)
         self._check_position(train_feed)
-        model = _built(task.build_model())
-        seed_rank(model, config.run.seed, cluster.rank)
-        optimizer, base_rate = make_optimizer(config, task)
-        optimizer.build(model.trainable_variables)
+        model, optimizer, base_rate = build_model(config, task, cluster.rank)
         restore(self.beginning, model, optimizer, backend.broadcast)
         backend.setup(
             model=model,
@@ -106,13 +102,7 @@ class Session:
         schedule = make_schedule(config, base_rate, backend.train_share[1], steps)
         evaluator = None
         if eval_feed is not None:
-            evaluator = Evaluator(
-                model=model,
-                loss=task.loss,
-                metrics=list(task.metrics()),
-                feed=eval_feed,
-                backend=backend,
-            )
+            evaluator = build_evaluator(task, model, eval_feed, backend)
         self._print_banner(model, devices, schedule, train_feed, steps)
         trainer = Trainer(
             config=config,
@@ -186,48 +176,6 @@ class Session:
                 do="give the same data, or begin anew under another run.name",
             )
 
-    def _feeds(self, task: Task) -> tuple[Feed, Feed | None]:
-        config, backend = self.config, self.backend
-        common: dict[str, Any] = {
-            "global_batch": config.train.global_batch,
-            "prefetch": config.train.prefetch,
-        }
-        rank, ranks = backend.train_share
-        train_feed = make_feed(
-            task.train_data(),
-            what="train_data",
-            rank=rank,
-            ranks=ranks,
-            reading_share=backend.reading_share,
-            accumulate=config.train.accumulate,
-            seed=config.run.seed,
-            shuffle=config.train.shuffle,
-            agree=backend.agree,
-            **common,
-        )
-        if train_feed.endless and config.train.steps is None:
-            raise ConfigError(
-                "train.steps: needed, for the data never ends",
-                rule="an endless dataset has no epochs to count",
-                received="a dataset of infinite cardinality, and no train.steps",
-                do="set train.steps",
-            )
-        if backend.eval_share is None:
-            return train_feed, None
-        held_out = task.eval_data()
-        if held_out is None:
-            return train_feed, None
-        rank, ranks = backend.eval_share
-        eval_feed = make_feed(held_out, what="eval_data", rank=rank, ranks=ranks, **common)
-        if eval_feed.endless:
-            raise ConfigError(
-                "task: eval_data() never ends",
-                rule="an evaluation reads each held-out example once",
-                received="a dataset of infinite cardinality",
-                do="take away .repeat(), or use .take(n)",
-            )
-        return train_feed, eval_feed
-
     def _writers(self, evaluator: Evaluator | None) -> Writers:
         if not self.cluster.is_root:
             return Writers([])
@@ -244,7 +192,8 @@ class Session:
     ) -> None:
         config, cluster, train = self.config, self.cluster, self.config.train
         ranks, parts = self.backend.batch_parts
-        local = train.global_batch // (parts * train.accumulate)
+        each, more = divmod(train.global_batch, parts * train.accumulate)
+        local = f"{each} to {each + 1}" if more else f"{each}"
         samples = f"{feed.samples:,}" if feed.samples else "unknown number of"
         lines = [
             f"backend {self.backend.name} ({self.backend.engine}), {cluster.name} of"
@@ -287,24 +236,6 @@ class Session:
             "restarts": self.folder.restarts(),
             "weights_sha256": weights_sha256(model.weights),
         }
-
-
-def _built(model: Any) -> keras.Model:
-    if not isinstance(model, keras.Model):
-        raise ConfigError(
-            "task: build_model() did not return a model",
-            rule="a keras.Model",
-            received=type(model).__name__,
-            do="return the model",
-        )
-    if not model.built or not model.weights:
-        raise ConfigError(
-            "task: build_model() returned a model without weights",
-            rule="a built model: the ranks start from equal weights",
-            received=f"{model.name}, which was never built",
-            do="begin with keras.Input, or call model.build(shape) before returning it",
-        )
-    return model
 
 
 def _print_table(record: dict[str, Any], folder: RunDirectory) -> None:

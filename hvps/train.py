@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hvps.cli_args import split_args
 from hvps.cluster import Cluster, detect_cluster
 from hvps.errors import ConfigError, report_error
+from hvps.evaluator_task import check_evaluator, follow
 from hvps.overrides import LoadedConfig, load_config
 from hvps.preflight import preflight
 from hvps.task_cluster import place_task
@@ -30,14 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load_config(arguments.config, arguments.overrides)
         cluster = place_task(loaded, cluster, arguments.role, arguments.index)
         preflight(loaded, cluster)
+        if cluster.role == "evaluator":
+            check_evaluator(loaded)
     except ConfigError as err:
         return report_error(err, cluster)
-    if cluster.role == "evaluator":
-        print("hvps: the chief evaluates; the evaluator has nothing to do and ends")
-        return 0
     from hvps.failure import ends_the_job_on_error, leave_at_once
     from hvps.restart import allow_restarts
 
+    if cluster.role == "evaluator":
+        with ends_the_job_on_error(cluster):
+            return follow(loaded.config, cluster)
     allow_restarts(loaded.config)
     with ends_the_job_on_error(cluster):
         code = train(loaded, cluster)

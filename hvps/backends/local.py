@@ -205,7 +205,7 @@ class LocalBackend:
     def state(self) -> dict[str, np.ndarray]:
         variables = whole_state(self._model, self._optimizer)
         # `numpy()` copies once; numpy.asarray() of a Keras variable may copy twice.
-        return {name: variable.value.numpy() for name, variable in variables.items()}
+        return {name: np.asarray(v.value.numpy()) for name, v in variables.items()}
 
     def sync_model(self) -> None:
         """The eager model is what was trained."""

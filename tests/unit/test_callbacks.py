@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from hvps.callbacks import EarlyStopping, check_finite
+from hvps.callbacks import EarlyStopping, Monitor, check_finite
 from hvps.config import EarlyStopConfig
 from hvps.errors import EXIT_FAILURE, ConfigError, TrainingError
 
@@ -171,3 +172,50 @@ def test_finite_or_skipped_is_fine() -> None:
     # Loss scaling skipped all updates: it is still looking for its scale.
     check_finite(math.nan, 1, 0)
     check_finite(math.inf, 1, 0)
+
+
+def test_less_is_better_for_a_monitor() -> None:
+    names = ["loss", "accuracy", "f1"]
+    assert Monitor("key", "loss", "auto", names)({"loss": 2.0}) == 2.0
+    assert Monitor("key", "accuracy", "auto", names)({"loss": 2.0, "accuracy": 0.5}) == -0.5
+    assert Monitor("key", "accuracy", "min", names)({"accuracy": 0.5}) == 0.5
+    assert Monitor("key", "loss", "max", names)({"loss": 2.0}) == -2.0
+    vector = Monitor("key", "f1/1", "auto", names)
+    assert vector({"f1/0": 0.1, "f1/1": 0.9}) == -0.9
+    assert vector.name == "f1/1"
+
+
+def test_a_monitor_speaks_of_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint\.monitor: no such metric") as caught:
+        Monitor("checkpoint.monitor", "acuracy", "auto", ["loss", "accuracy"])
+    assert caught.value.rule == "one of loss, accuracy"
+    with pytest.raises(ConfigError, match="no such metric") as caught:
+        Monitor("checkpoint.monitor", "loss", "auto", [])
+    assert "there is no evaluation" in str(caught.value.rule)
+    monitor = Monitor("checkpoint.monitor", "f1/9", "auto", ["loss", "f1"])
+    with pytest.raises(ConfigError, match=r"^checkpoint\.monitor") as caught:
+        monitor({"loss": 1.0, "f1/0": 0.5})
+    assert caught.value.rule == "one of loss, f1/0"
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_early_stopping_goes_on_from_its_state(mode: str) -> None:
+    """Wherever it was broken off, the state having been written as JSON."""
+    config = EarlyStopConfig.model_validate({"monitor": "score", "mode": mode, "patience": 3})
+    values = [1.0, 2.0, 1.5, 0.5, 2.5, 2.5, 2.4, 0.5, 2.5, 2.5]
+    whole = EarlyStopping(config, ["score"])
+    expected = [whole({"score": value}) for value in values]
+    assert any(expected)
+    for broken_off in range(len(values)):
+        first, second = (EarlyStopping(config, ["score"]) for _ in range(2))
+        found = [first({"score": value}) for value in values[:broken_off]]
+        second.state = tuple(json.loads(json.dumps(list(first.state))))
+        assert second.is_over == first.is_over
+        found += [second({"score": value}) for value in values[broken_off:]]
+        assert found == expected
+
+
+def test_early_stopping_that_is_off_is_never_over() -> None:
+    stopping = EarlyStopping(EarlyStopConfig(), [])
+    stopping.state = (0.5, 100)  # of a run in which it was on
+    assert not stopping.is_over

@@ -18,10 +18,11 @@ import pytest
 import tensorflow as tf
 
 from hvps import data as hvps_data
-from hvps.batches import Batch, Feed, MicroBatch, prefetched
+from hvps.batches import Batch, Feed, MicroBatch, consecutive, prefetched
 from hvps.data import make_feed
 from hvps.dataset_feed import DatasetFeed
-from hvps.errors import ConfigError
+from hvps.errors import ConfigError, TrainingError
+from hvps.position import START, Position
 from hvps.sampling import permuted
 from hvps.sources import Source
 
@@ -616,3 +617,135 @@ def test_a_list_of_arrays_is_several_inputs() -> None:
 def test_a_ragged_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="a list that is no array"):
         make_feed(([[1, 2], [3]], [0, 1]), what="train_data", global_batch=2, ranks=1, rank=0)
+
+
+# --- going on in the middle ---
+
+
+def told(batch: Batch) -> tuple[Any, ...]:
+    """All that a batch says, and whose examples it holds."""
+    return batch.step, batch.epoch, batch.within, batch.examples, step_examples((batch,))
+
+
+def positions(batches: list[tuple[Any, ...]]) -> list[Position]:
+    """Where a run is after each number of steps, as backends say."""
+    found = [START]
+    for step, epoch, within, examples, _ in batches:
+        found.append(Position(step + 1, epoch, within + 1, found[-1].examples + examples))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_goes_on_with_exactly_the_rest(kind: str, accumulate: int) -> None:
+    (feed,) = feeds(data_of(kind, 20), 1, 6, accumulate=accumulate, seed=3)
+    whole = [told(b) for b in consecutive(feed, total=None, epochs=3)]
+    assert [entry[0] for entry in whole] == list(range(12))
+    assert [entry[1:3] for entry in whole] == [(e, w) for e in range(3) for w in range(4)]
+    assert [entry[3] for entry in whole] == [6, 6, 6, 2] * 3
+    for done, start in enumerate(positions(whole)):
+        rest = [told(b) for b in consecutive(feed, start=start, total=None, epochs=3)]
+        assert rest == whole[done:], start
+    for total in (0, 4, 7, 12, 13):
+        for done, start in enumerate(positions(whole)):
+            rest = [told(b) for b in consecutive(feed, start=start, total=total, epochs=None)]
+            expected = whole[done:total] if total <= 12 else whole[done:]
+            assert rest[: len(expected)] == expected
+            assert len(rest) == max(0, total - done)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_two_ranks_do_goes_on_on_another_number(kind: str) -> None:
+    """A step holds the same examples on however many; so does its position."""
+    (alone,) = feeds(data_of(kind, 20), 1, 6, seed=3)
+    whole = [told(b) for b in consecutive(alone, total=None, epochs=2)]
+    if kind == "stream":  # its ranks agree in lockstep, which is a matter of other tests
+        return
+    group = feeds(data_of(kind, 20), 2, 6, seed=3)
+    for done, start in enumerate(positions(whole)):
+        both = [list(consecutive(feed, start=start, total=None, epochs=2)) for feed in group]
+        for batches, expected in zip(zip(*both, strict=True), whole[done:], strict=True):
+            assert {(b.step, b.epoch, b.within, b.examples) for b in batches} == {expected[:4]}
+            assert sorted(step_examples(batches)) == sorted(expected[4])
+
+
+def test_an_endless_dataset_goes_on() -> None:
+    (feed,) = feeds(data_of("dataset", 7).repeat(), 1, 4)
+    whole = [told(b) for b in consecutive(feed, total=9, epochs=None)]
+    assert len(whole) == 9
+    for done, start in enumerate(positions(whole)):
+        rest = [told(b) for b in consecutive(feed, start=start, total=9, epochs=None)]
+        assert rest == whole[done:]
+
+
+def test_data_that_was_there_once_is_explained() -> None:
+    """The end of an epoch that was entered at its end is none."""
+    readings = itertools.count()
+
+    def rows() -> Iterator[tuple[np.ndarray, np.float32]]:
+        if next(readings) == 0:
+            for i in range(4):
+                yield np.full(2, i, np.float32), np.float32(i)
+
+    signature = (tf.TensorSpec((2,), tf.float32), tf.TensorSpec((), tf.float32))
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=signature)
+    (feed,) = feeds(dataset, 1, 2)
+    batches = consecutive(feed, total=None, epochs=3)
+    assert [next(batches).step, next(batches).step] == [0, 1]
+    with pytest.raises(TrainingError, match="no examples in epoch 1"):
+        next(batches)
+    with pytest.raises(TrainingError, match="no examples in epoch 1"):
+        list(consecutive(feed, start=Position(2, 0, 2, 4), total=None, epochs=3))
+
+
+def dealt(feed: Feed, steps: list[int], *, done: int = 0, epochs: int | None = 2) -> list[Any]:
+    batches = feed.dealt(iter(steps), deal=None, epochs=epochs, done=done)
+    return [told(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dealt_steps_go_on_after_those_that_were_done(kind: str) -> None:
+    """Of data in order they are the next ones; other data are entered wherever the step says."""
+    (feed,) = feeds(data_of(kind, 20), 1, 6, seed=3)
+    whole = dealt(feed, list(range(8)))
+    assert [entry[:3] for entry in whole] == [(s, s // 4, s % 4) for s in range(8)]
+    for done in range(9):
+        assert dealt(feed, list(range(done, 8)), done=done) == whole[done:]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "indexable"])
+def test_dealt_steps_of_indexed_data_are_any(kind: str) -> None:
+    (feed,) = feeds(data_of(kind, 20), 1, 6, seed=3)
+    whole = dealt(feed, list(range(8)))
+    for done in (0, 5):
+        assert dealt(feed, [1, 6, 7], done=done) == [whole[i] for i in (1, 6, 7)]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+def test_each_asynchronous_worker_goes_on_in_its_own_part_of_a_dataset(kind: str) -> None:
+    """Whatever the global steps' numbers are that it is given for it."""
+
+    def worker(rank: int) -> Feed:
+        return make_feed(
+            data_of(kind, 21),
+            what="train_data",
+            global_batch=4,
+            ranks=1,
+            rank=0,
+            reading_share=(rank, 2),
+        )
+
+    for rank in range(2):
+        feed = worker(rank)
+        assert feed.divided_among_readers
+        whole = dealt(feed, [10 + 3 * i for i in range(20)])
+        assert [i for entry in whole for i in entry[4]] == list(range(rank, 21, 2)) * 2
+        assert [entry[0] for entry in whole] == [10 + 3 * i for i in range(6)]
+        assert [entry[1:3] for entry in whole] == [(e, w) for e in range(2) for w in range(3)]
+        for done in range(7):
+            asked = iter(range(100, 200))
+            batches = feed.dealt(asked, deal=None, epochs=2, done=done)
+            rest = [told(batch) for batch in batches]
+            assert [entry[1:] for entry in rest] == [entry[1:] for entry in whole[done:]]
+            # A step is taken only when there is a batch for it.
+            assert next(asked) == 100 + len(rest)

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from hvps.backends import StepOutput, make_backend
-from hvps.backends.local import LocalBackend, by_path
+from hvps.backends.local import LocalBackend
+from hvps.backends.whole_state import by_path, whole_state
 from hvps.batches import Batch
 from hvps.cluster import Cluster
 from hvps.data import make_feed
@@ -306,6 +307,13 @@ def test_a_skipped_update_leaves_nothing_to_the_next() -> None:
 # --- state ---
 
 
+def assign(backend: LocalBackend, state: dict[str, np.ndarray]) -> None:
+    variables = whole_state(backend._model, backend._optimizer)
+    assert variables.keys() == state.keys()
+    for name, variable in variables.items():
+        variable.assign(state[name])
+
+
 def scaled_adam() -> Any:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
 
@@ -329,7 +337,7 @@ def test_training_goes_on_from_a_state(make: Callable[[], Any]) -> None:
     other, fresh = network(dropout=0.5, seed=99), make()
     resumed = started(other, fresh)
     train(resumed, iter(source[:2]), 0.3)
-    resumed.load_state(kept)
+    assign(resumed, kept)
     for name, array in resumed.state().items():
         np.testing.assert_array_equal(array, kept[name])
     train(resumed, iter(source[5:]), 0.01)
@@ -342,7 +350,8 @@ def test_training_goes_on_from_a_state(make: Callable[[], Any]) -> None:
 def test_the_state_names_everything() -> None:
     backend = started(network(dropout=0.5), keras.optimizers.Adam(0.01))
     state = backend.state()
-    assert all(type(array) is np.ndarray for array in state.values())
+    # Without axes it is a number of numpy's, which is as good.
+    assert all(isinstance(array, np.ndarray | np.generic) for array in state.values())
     for part in (
         "model/dense/kernel",
         "model/batch_normalization/moving_mean",
@@ -352,20 +361,6 @@ def test_the_state_names_everything() -> None:
     ):
         assert part in state
     assert len(state) == len(backend._model.variables) + len(backend._optimizer.variables)
-
-
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    backend = started(network(), keras.optimizers.Adam(0.01))
-    state = backend.state()
-    missing = {name: array for name, array in state.items() if name != "model/dense/kernel"}
-    with pytest.raises(ValueError, match="model/dense/kernel"):
-        backend.load_state(missing)
-    with pytest.raises(ValueError, match="model/surplus"):
-        backend.load_state({**state, "model/surplus": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"model/dense/kernel: shape \(4, 8\), not \(8, 4\)"):
-        backend.load_state({**state, "model/dense/kernel": state["model/dense/kernel"].T})
-    with pytest.raises(ValueError, match="names differ"):
-        backend.load_state(started(network(), keras.optimizers.SGD(0.01)).state())
 
 
 def namesakes(seed: int) -> keras.Model:
@@ -394,7 +389,7 @@ def test_namesakes_are_all_in_the_state() -> None:
     kept = {name: array.copy() for name, array in state.items()}
     train(backend, iter(source[5:]), 0.05)
     resumed = started(namesakes(99), keras.optimizers.SGD(0.05, momentum=0.9))
-    resumed.load_state(kept)
+    assign(resumed, kept)
     for name, array in resumed.state().items():
         np.testing.assert_array_equal(array, kept[name], err_msg=name)
     train(resumed, iter(source[5:]), 0.05)
@@ -409,25 +404,6 @@ def test_variables_of_one_path_are_numbered() -> None:
     for mine, variable in zip(found.values(), [variables[0], other, *variables[1:]], strict=True):
         assert mine is variable
     assert list(by_path([other])) == ["w"]
-
-
-@pytest.mark.parametrize("wrong", ["the last", "a surplus", "one less"])
-def test_a_refused_state_changes_nothing(wrong: str) -> None:
-    backend = started(network(dropout=0.5), keras.optimizers.Adam(0.01))
-    train(backend, batches(epochs=1), 0.01)
-    before = {name: array.copy() for name, array in backend.state().items()}
-    state = {name: array + np.ones((), array.dtype) for name, array in before.items()}
-    last = list(backend.variables())[-1]
-    if wrong == "the last":
-        state[last] = np.zeros((*state[last].shape, 2), np.float32)
-    elif wrong == "a surplus":
-        state["model/surplus"] = np.zeros(1)
-    else:
-        del state[last]
-    with pytest.raises(ValueError, match=last if wrong != "a surplus" else "surplus"):
-        backend.load_state(state)
-    for name, array in backend.state().items():
-        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 # --- random numbers ---

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvps import metrics
-from hvps.metrics import Csv, JsonLines, TensorBoard, Writers, open_writers
+from hvps.metrics import Csv, JsonLines, TensorBoard, Writers, forget_after, open_writers
 
 TRAIN = {"loss": 0.5, "learning_rate": 0.001}
 EVAL = {"loss": 0.25, "accuracy": 0.75}
@@ -170,3 +170,107 @@ def test_a_run_without_writers() -> None:
     writers = Writers([])
     write_both(writers)
     writers.close()
+
+
+# --- a run that goes on ---
+
+
+def kept(folder: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(kind, step) of the records in metrics.jsonl and in metrics.csv."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(None not in row and None not in row.values() for row in rows)
+    return (
+        [(line["kind"], line["step"]) for line in lines],
+        [(row["kind"], int(row["step"])) for row in rows],
+    )
+
+
+def write_steps(folder: Path, steps: range, columns: tuple[str, ...] = ("loss", "f1")) -> None:
+    writers = open_writers(folder, columns, csv_file=True, tensorboard=False)
+    for step in steps:
+        writers.write("train", step, 0, {"loss": step + 0.5})
+        if step % 2 == 0:
+            writers.write("eval", step, 0, {"loss": 0.1, "f1": 0.5})
+    writers.close()
+
+
+@pytest.mark.parametrize("last", [0, 1, 4, 6, 100])
+def test_records_after_a_step_are_forgotten(tmp_path: Path, last: int) -> None:
+    write_steps(tmp_path, range(1, 7))
+    forget_after(tmp_path, last)
+    write_steps(tmp_path, range(last + 1, 7))
+    forget_after(tmp_path, 6)
+    expected = [
+        ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4),
+        ("train", 5), ("train", 6), ("eval", 6),
+    ]  # fmt: skip
+    assert kept(tmp_path) == (expected, expected)
+
+
+def test_values_stay_as_they_were(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 4))
+    texts = [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv")]
+    forget_after(tmp_path, 3)
+    write_steps(tmp_path, range(0))
+    assert [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv")] == texts
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 8, 30])
+def test_a_line_that_was_cut_off_is_forgotten_too(tmp_path: Path, cut: int) -> None:
+    """However much of it is there: what comes next must not be glued to it."""
+    write_steps(tmp_path, range(5, 13))
+    for name in ("metrics.jsonl", "metrics.csv"):
+        content = (tmp_path / name).read_bytes()
+        last = content.splitlines(keepends=True)[-1]
+        end = len(content) - min(cut, len(last) - 1)
+        (tmp_path / name).write_bytes(content[:end])
+    forget_after(tmp_path, 12)
+    write_steps(tmp_path, range(13, 14))
+    expected = [("train", 10), ("eval", 10), ("train", 11), ("train", 12), ("train", 13)]
+    for found in kept(tmp_path):
+        assert found[-5:] == expected
+
+
+def test_lines_that_are_no_records_are_forgotten(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 2))
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n[]\n{"kind": "train"}\n{"step": "2"}\n\0\0\0\n\xff\xfe\n{"kind": "tr\n')
+    with open(tmp_path / "metrics.csv", "ab") as file:
+        file.write(b"train,1\r\ntrain,,0,1,2\r\ntrain,x,0,1,2\r\ntrain,1,0,1,2,3,4\r\n\0\0\r\n")
+    forget_after(tmp_path, 1)
+    write_steps(tmp_path, range(2, 3))
+    assert kept(tmp_path) == ([("train", 1), ("train", 2), ("eval", 2)],) * 2
+
+
+def test_files_that_are_not_there_are_not_missed(tmp_path: Path) -> None:
+    forget_after(tmp_path, 5)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "metrics.csv").write_bytes(b"")
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    forget_after(tmp_path, 5)
+    write_steps(tmp_path, range(1, 2))
+    assert kept(tmp_path) == ([("train", 1)], [("train", 1)])
+
+
+def test_a_table_goes_on_with_other_columns(tmp_path: Path) -> None:
+    """Metrics may have been added, and results of an earlier life may have been vectors."""
+    path = tmp_path / "metrics.csv"
+    writer = Csv(path, ["loss", "f1"])
+    writer.write("train", 1, 0, {"loss": 0.5})
+    writer.write("eval", 1, 0, {"loss": 0.25, "f1/0": 0.75})
+    writer.close()
+    writer = Csv(path, ["loss", "accuracy"])
+    writer.write("eval", 2, 0, {"loss": 0.125, "accuracy": 1.0, "f1/0": 0.5})
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    writer.close()
+    assert [set(row) for row in rows] == [
+        {"kind", "step", "epoch", "loss", "accuracy", "f1", "f1/0"}
+    ] * 3
+    assert [(row["loss"], row["f1/0"], row["accuracy"]) for row in rows] == [
+        ("0.5", "", ""),
+        ("0.25", "0.75", ""),
+        ("0.125", "0.5", "1.0"),
+    ]

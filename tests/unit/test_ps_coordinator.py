@@ -18,7 +18,15 @@ from hvps.errors import PeerLostError
 from hvps.ports import free_ports
 
 TASKS = Tasks(ps=("127.0.0.1:1",), worker=("127.0.0.1:2", "127.0.0.1:3"))
-SPEC = {"workers": 2, "total": 4, "update": "async", "max_staleness": 0, "worker_steps": None}
+SPEC = {
+    "workers": 2,
+    "start": 0,
+    "total": 4,
+    "update": "async",
+    "max_staleness": 0,
+    "worker_steps": None,
+    "by_worker": None,
+}
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +17,22 @@ import pytest
 import hvps
 from hvps import run_directory
 from hvps.errors import ConfigError
-from hvps.run_directory import RunDirectory, create_run_directory, versions, weights_sha256
+from hvps.run_directory import (
+    RunDirectory,
+    is_run,
+    may_hold_run,
+    open_run_directory,
+    versions,
+    weights_sha256,
+)
+from tests.launching import job_environment
+
+
+def create_run_directory(parent: str, name: str | None, stem: str) -> RunDirectory:
+    """A folder for a run that does not go on with another."""
+    folder, existed = open_run_directory(parent, name, stem, resume=False)
+    assert not existed
+    return folder
 
 
 @pytest.fixture
@@ -132,6 +150,188 @@ def test_latest_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "replace", watched)
     create_run_directory(str(tmp_path), "second", "x")
     assert seen == ["first", "second"]
+
+
+# --- an earlier run ---
+
+
+def earlier_run(parent: Path, name: str) -> Path:
+    """A folder as a run leaves it."""
+    path = parent / name
+    (path / "logs").mkdir(parents=True)
+    (path / "config.yaml").write_text("run: {}\n")
+    (path / "run.json").write_text("{}\n")
+    (path / "result.json").write_text("{}\n")
+    (path / ".lock").write_text("pid 1 on somewhere\n")
+    return path
+
+
+def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
+    path = earlier_run(tmp_path, "mine")
+    folder, existed = open_run_directory(str(tmp_path), "mine", "x", resume=True)
+    assert existed
+    assert folder.path == path
+    # What it says was true of an earlier end; what was asked for is still known.
+    assert not (path / "result.json").exists()
+    assert (path / "config.yaml").exists()
+    assert os.readlink(tmp_path / "latest") == "mine"
+
+
+def test_an_earlier_run_is_left_alone_if_it_may_not_go_on(tmp_path: Path) -> None:
+    path = earlier_run(tmp_path, "mine")
+    with pytest.raises(ConfigError, match=r"run\.name: mine") as caught:
+        open_run_directory(str(tmp_path), "mine", "x", resume=False)
+    assert "run.resume=auto" in str(caught.value.do)
+    assert (path / "result.json").exists()
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_new_folder_is_no_earlier_run(tmp_path: Path) -> None:
+    for name in ("mine", None):
+        _, existed = open_run_directory(str(tmp_path), name, "x", resume=True)
+        assert not existed
+
+
+def test_what_may_hold_a_run(tmp_path: Path) -> None:
+    def both(path: Path) -> tuple[bool, bool]:
+        return may_hold_run(path, resume=False), may_hold_run(path, resume=True)
+
+    assert both(tmp_path / "missing") == (True, True)
+    (tmp_path / "file").write_text("precious")
+    assert both(tmp_path / "file") == (False, False)
+    assert both(earlier_run(tmp_path, "run")) == (False, True)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert both(other) == (True, True)
+    # What is there before there is a run, if that was as far as it came.
+    (other / "logs").mkdir()
+    for name in (".lock", "restarts.jsonl", ".config.yaml.tmp"):
+        (other / name).write_text("")
+    assert both(other) == (True, True)
+    assert not is_run(other)
+    (other / "thesis.tex").write_text("precious")
+    assert both(other) == (False, False)
+
+
+def test_a_run_that_was_killed_anywhere_before_its_first_step_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change on disk is the last one of an earlier life."""
+
+    class Killed(BaseException):
+        pass
+
+    def dies(real: Callable[..., object], *, after: bool) -> Callable[..., object]:
+        def call(*arguments: object, **keywords: object) -> None:
+            if after:
+                real(*arguments, **keywords)
+            raise Killed
+
+        return call
+
+    def begin(resume: bool) -> bool:
+        folder, existed = open_run_directory(str(tmp_path), name, "x", resume=resume)
+        folder.write_text("config.yaml", "run: {}\n")
+        return existed
+
+    deaths = [(f, after) for f in ("symlink", "replace", "fsync", "mkdir") for after in (0, 1)]
+    for function, after in deaths:
+        name = f"{function}-{after}"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, dies(getattr(os, function), after=bool(after)))
+            patch.setattr(RunDirectory, "lock", lambda _self: None)  # it ends with the process
+            with pytest.raises(Killed):
+                begin(resume=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDirectory, "lock", lambda _self: None)
+            assert begin(resume=True) is False
+            assert begin(resume=True) is True
+        assert os.readlink(tmp_path / "latest") == name
+
+
+# --- one process at a time ---
+
+HOLDING = """
+import sys
+from hvps.run_directory import open_run_directory
+folder, existed = open_run_directory(sys.argv[1], "mine", "x", resume=True)
+print("holds", existed, flush=True)
+if sys.stdin.readline():
+    folder.write_text("config.yaml", "run: {}")
+    print("has begun", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that trains in tmp_path/mine until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=job_environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        assert process.stdout.readline() == "holds False\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stdin.close()
+
+
+@pytest.mark.timeout(60)
+def test_two_processes_do_not_train_in_one_folder(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "_LOCK_TIMEOUT_S", 0.3)
+    create_run_directory(str(tmp_path), "other", "x")
+    with pytest.raises(ConfigError, match="another process is training") as caught:
+        open_run_directory(str(tmp_path), "mine", "x", resume=True)
+    assert f"pid {holder.pid} on " in str(caught.value.received)
+    assert str(tmp_path / "mine") in str(caught.value.received)
+    assert caught.value.do
+    assert os.readlink(tmp_path / "latest") == "other"
+    # The lock does not outlive its owner, however that ended.
+    holder.kill()
+    holder.wait()
+    _, existed = open_run_directory(str(tmp_path), "mine", "x", resume=True)
+    assert not existed
+    assert f"pid {os.getpid()} on " in (tmp_path / "mine" / ".lock").read_text()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_came_to_be_while_one_waited(
+    tmp_path: Path,
+    holder: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+    resume: bool,
+) -> None:
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+
+    def waits(seconds: float) -> None:
+        if holder.poll() is None:  # until now the folder was empty
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdin.write("begin\n")
+            holder.stdin.flush()
+            assert holder.stdout.readline() == "has begun\n"
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(run_directory.time, "sleep", waits)
+    if resume:
+        assert open_run_directory(str(tmp_path), "mine", "x", resume=True)[1]
+    else:
+        with pytest.raises(ConfigError, match=r"run\.name: mine"):
+            open_run_directory(str(tmp_path), "mine", "x", resume=False)
 
 
 def test_text_is_there_as_a_whole(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hvps.backends.local import LocalBackend
 from hvps.cluster import Cluster
 from hvps.errors import EXIT_CONFIG, ConfigError
 from hvps.overrides import load_config
+from hvps.resume import Beginning
 from hvps.run_directory import RunDirectory
 from hvps.session import Session
 from hvps.signals import StopSignals
@@ -46,7 +47,7 @@ def prepare(folder: Path, task: Any, *overrides: str) -> None:
     """Go as far as a trainer that is ready to run."""
     config = load_config(None, ["backend.kind=local", *overrides]).config
     backend = LocalBackend(ALONE, accumulate=1)
-    session = Session(config, ALONE, backend, RunDirectory(folder), 0.0)
+    session = Session(config, ALONE, backend, RunDirectory(folder), Beginning(), 0.0)
     session.trainer(task, "CPU", StopSignals())
 
 

@@ -297,6 +297,8 @@ class PsBackend:
             by_worker = answer["by_worker"]
             self._call_boundary(answer["step"], answer["examples"], by_worker)
             self._control.call("release", number=self._run)
+            if self._boundaries.due(None):  # asked for meanwhile, and released with this one
+                self._control.call("hold", number=self._run, step=0)
 
     def _round_closed(self, rounds: int) -> None:
         if self._boundaries.due(rounds):
@@ -530,7 +532,7 @@ class PsBackend:
     def state(self) -> dict[str, np.ndarray]:
         self.sync_model()
         variables = whole_state(self._model, self._optimizer)
-        return {name: v.value.numpy() for name, v in variables.items()}
+        return {name: np.asarray(v.value.numpy()) for name, v in variables.items()}
 
     def barrier(self) -> None:
         """Nobody has to wait: the chief keeps the files, and the ps stay until it is done."""

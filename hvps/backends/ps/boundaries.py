@@ -18,10 +18,10 @@ class Boundaries:
         with self._lock:
             self._waiting.append((step, call))
 
-    def due(self, step: int) -> bool:
-        """Whether anybody waits for `step` or one before."""
+    def due(self, step: int | None) -> bool:
+        """Whether anybody waits for `step` or one before; for any step, if it is None."""
         with self._lock:
-            return any(wanted <= step for wanted, _ in self._waiting)
+            return any(step is None or wanted <= step for wanted, _ in self._waiting)
 
     def take(self, step: int) -> list[AtBoundary]:
         """Those who waited for `step` or one before; they do no longer."""

@@ -355,6 +355,8 @@ class Coordinator:
             run = self._runs[number]
             self._report(run, worker, done)
             answer: dict[str, Any] = self._wait(lambda: run.claim(worker))
+            if run.bounded:  # with the last step dealt, others may be waited for no more
+                self._changed.notify_all()
             return answer
 
     def do_hold(self, task: str, number: int, step: int) -> dict[str, Any]:

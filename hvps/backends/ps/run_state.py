@@ -210,8 +210,21 @@ class RunState:
         )
 
     def _slowest(self, worker: int) -> int | None:
-        others = [w.clock for i, w in enumerate(self.workers) if i != worker and w.active]
+        others = [
+            w.clock
+            for i, w in enumerate(self.workers)
+            if i != worker and w.active and not self._has_ended(i)
+        ]
         return min(others) if others else None
+
+    def _has_ended(self, worker: int) -> bool:
+        """Whether a worker has done its last step, though it may still be here for others'."""
+        state = self.workers[worker]
+        if len(state.claimed) > state.finished or self._returned:
+            return False
+        limited = self.limits is not None and len(state.claimed) >= self.limits[worker]
+        over = self._count is not None and self._next >= self._count
+        return bool(self.stopped_by) or limited or over
 
     # --- workers that come and go ---
 
@@ -226,6 +239,8 @@ class RunState:
 
     def leave(self, worker: int) -> None:
         self.workers[worker].active = False
+        if worker == 0:  # which saves
+            self.release()
 
     def miss(self, workers: Sequence[int]) -> None:
         """Nobody waits any longer for these workers, which have not come; they still may."""

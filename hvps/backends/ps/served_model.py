@@ -76,7 +76,7 @@ class ServedModel:
         eager model is left alone."""
         fetched = self._fetch()
         return {
-            name: fetched[id(v)][1] if id(v) in fetched else v.value.numpy()
+            name: fetched[id(v)][1] if id(v) in fetched else np.asarray(v.value.numpy())
             for name, v in whole_state(self._model, self._optimizer).items()
         }
 

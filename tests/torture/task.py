@@ -1,0 +1,107 @@
+"""A task that says at which instant the root is, and waits there for what is done to the job."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.tasks import Resumable
+
+INSTANTS = ("before", "step", "save", "evaluation", "end")
+_WAIT_S = 3.0
+
+
+def at(instant: str) -> None:
+    """In the root: leave a file `at.INSTANT` and wait a while, once per folder."""
+    marker = Path(f"at.{instant}")
+    if os.environ.get("HVPS_TEST_INSTANT") != instant or not _is_root():
+        return
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline and not os.path.exists("go"):
+        time.sleep(0.02)
+
+
+def _is_root() -> bool:
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK")
+    if rank is not None:
+        return rank == "0"
+    import sys
+
+    words = sys.argv
+    return "--role" not in words or words[words.index("--role") + 1 :][:3] == [
+        "worker",
+        "--index",
+        "0",
+    ]
+
+
+class Instants(Resumable):
+    """Resumable without BatchNormalization and dropout, which stops at an instant."""
+
+    def __init__(self, examples: int = 400) -> None:
+        super().__init__(examples, plain=True)
+
+    def build_model(self) -> keras.Model:
+        at("before")
+        model = super().build_model()
+        save = model.save
+
+        def save_slowly(path: Any) -> None:
+            at("end")
+            save(path)
+
+        object.__setattr__(model, "save", save_slowly)
+        _slow_first_save()
+        return model
+
+    def train_data(self) -> Any:
+        return _Marked(*self._arrays(), "step", 130)
+
+    def eval_data(self) -> Any:
+        x, y = self._arrays()
+        return _Marked(x[:50], y[:50], "evaluation", 10)
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(self.examples, 6)).astype(np.float32)
+        return x, np.sin(x.sum(axis=1)).astype(np.float32)
+
+
+class _Marked:
+    def __init__(self, x: np.ndarray, y: np.ndarray, instant: str, count: int) -> None:
+        self._x, self._y, self._instant, self._count = x, y, instant, count
+        self._fetched = 0
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        self._fetched += 1
+        if self._fetched == self._count:
+            at(self._instant)
+        return self._x[i], self._y[i]
+
+
+def _slow_first_save() -> None:
+    """The root's disk takes its time over the second save, so that one is there before it."""
+    from hvps import checkpoint
+
+    write = checkpoint._write_meta
+    saves = [0]
+
+    def write_slowly(*arguments: Any) -> None:
+        saves[0] += 1
+        if saves[0] == 2:
+            at("save")
+        write(*arguments)
+
+    checkpoint._write_meta = write_slowly
