@@ -91,11 +91,13 @@ def test_a_run_that_was_stopped_ends_bit_equal_to_one_that_was_not(
 @pytest.mark.parametrize(
     ("first", "then", "rounding"),
     [
-        ("allreduce 2", "allreduce 4", 1e-6),
-        ("allreduce 4", "local", 1e-6),
+        pytest.param("allreduce 2", "allreduce 4", 1e-6, marks=pytest.mark.slow),
+        pytest.param("allreduce 4", "local", 1e-6, marks=pytest.mark.slow),
         ("allreduce 2", "ps 2 2", 1e-6),
         ("ps 2 2", "ps 3 2", 0.0),
-        ("ps 2 2 backend.replication=in_graph", "allreduce 2", 1e-6),
+        pytest.param(
+            "ps 2 2 backend.replication=in_graph", "allreduce 2", 1e-6, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_goes_on_elsewhere(
@@ -121,9 +123,11 @@ def test_a_run_goes_on_elsewhere(
     "further",
     [
         ["backend.update=async"],
-        ["backend.update=async", "backend.pipeline=4"],
-        ["backend.update=async", "backend.replication=in_graph"],
-        ["backend.update=bounded", "backend.max_staleness=0"],
+        pytest.param(["backend.update=async", "backend.pipeline=4"], marks=pytest.mark.slow),
+        pytest.param(
+            ["backend.update=async", "backend.replication=in_graph"], marks=pytest.mark.slow
+        ),
+        pytest.param(["backend.update=bounded", "backend.max_staleness=0"], marks=pytest.mark.slow),
     ],
     ids=["async", "pipeline", "in_graph", "bounded"],
 )
@@ -148,7 +152,7 @@ def test_asynchronous_updates_are_neither_lost_nor_done_twice(
 
 
 @pytest.mark.timeout(4 * TIMEOUT)
-@pytest.mark.parametrize("victim", ["ps 1", "worker 0"])
+@pytest.mark.parametrize("victim", ["ps 1", pytest.param("worker 0", marks=pytest.mark.slow)])
 def test_a_task_that_was_killed_comes_back_and_nothing_is_lost(
     jobs: Jobs, tmp_path: Path, victim: str
 ) -> None:

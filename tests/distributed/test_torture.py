@@ -25,7 +25,6 @@ sys.exit("\\n".join(failed))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT)
 def test_kills_at_random_instants_leave_no_trace(jobs: Jobs) -> None:
     arguments = ["--kills", "20", "--epochs", "15"]
