@@ -28,6 +28,11 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, le=INT_MAX, description="of initial weights, order and dropout"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="the same weights each time, bit by bit, with as many ranks and threads:"
+        " TensorFlow's deterministic operations, and Horovod without fusion; slower",
+    )
     resume: str = Field(
         default="auto",
         min_length=1,
@@ -418,6 +423,27 @@ class Config(Section):
                 "mixed_float16 is not for parameter servers",
                 rule="its loss scaling needs all gradients in one place",
                 do="use train.precision=mixed_bfloat16",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_deterministic(self) -> Config:
+        backend = self.backend
+        if not self.run.deterministic or backend.kind != "ps":
+            return self
+        if backend.update != "sync":
+            raise FieldError(
+                "run.deterministic",
+                f"backend.update={backend.update} never is",
+                rule="asynchronous gradients are applied in the order in which they come",
+                do="use backend.update=sync",
+            )
+        if backend.backup_workers or backend.replication == "between_graph":
+            raise FieldError(
+                "run.deterministic",
+                "workers' gradients are added up in the order in which they come",
+                rule="in_graph, without backup workers, the order is always the same",
+                do="use backend.replication=in_graph",
             )
         return self
 

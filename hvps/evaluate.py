@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = split_run_args(given, "hvps eval", _USAGE, evaluates=True)
         loaded = load_config(arguments.run / "config.yaml", arguments.overrides)
         _check(loaded, cluster)
+        if cluster.is_root:  # it alone reads the checkpoint
+            _check_checkpoint(arguments)
     except ConfigError as err:
         return report_error(err, cluster)
     from hvps.failure import ends_the_job_on_error
@@ -80,6 +82,29 @@ def _check(loaded: LoadedConfig, cluster: Cluster) -> None:
         )
     reader = SourceReader([os.getcwd(), *sys.path])
     raise_problems([*check_optimizer(loaded, reader), *check_task(loaded, reader)])
+
+
+def _check_checkpoint(arguments: RunArguments) -> None:
+    """Look whether there is one to evaluate, by the descriptions alone."""
+    from hvps.checkpoint import Checkpoint, list_checkpoints
+
+    found = list(list_checkpoints(arguments.run / "checkpoints"))
+    steps = [entry.step for entry in found if isinstance(entry, Checkpoint)]
+    if not found:
+        raise ConfigError(
+            f"RUN: {arguments.run} has no checkpoint",
+            rule="what is evaluated is a checkpoint",
+            received=f"nothing in {arguments.run / 'checkpoints'}",
+            do="train with checkpoint.keep above 0; the first one comes after"
+            " checkpoint.every_steps or checkpoint.every_minutes, or at the end",
+        )
+    if arguments.checkpoint not in (None, *steps) and len(steps) == len(found):
+        raise ConfigError(
+            f"--checkpoint: there is none of step {arguments.checkpoint}",
+            rule="the step of one of the run's checkpoints",
+            received=f"--checkpoint {arguments.checkpoint} (command line)",
+            do=f"choose among {', '.join(map(str, sorted(steps)))}",
+        )
 
 
 def config_for_evaluation(config: Config, ranks: int) -> Config:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def check_evaluator(loaded: LoadedConfig) -> None:
-    """See whether the run can be found.
+    """See whether there will be something to follow.
 
     Raises:
-        ConfigError: nothing says which folder to follow.
+        ConfigError: nothing says which folder, or nothing is saved there.
     """
     if loaded.config.run.name is None:
         raise ConfigError(
@@ -33,6 +33,14 @@ def check_evaluator(loaded: LoadedConfig) -> None:
             " knows the folder",
             received=loaded.received("run.name", None),
             do="give run.name=... to all tasks of the cluster",
+        )
+    keep = loaded.config.checkpoint.keep
+    if keep == 0:
+        raise ConfigError(
+            "checkpoint.keep: 0 leaves the evaluator nothing to evaluate",
+            rule="it follows the run's checkpoints",
+            received=loaded.received("checkpoint.keep", keep),
+            do="keep some of them, or start no evaluator",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,20 +42,67 @@ def new_checkpoints(
 
     Args:
         started: when this process was, by the clock.
-        seconds: for which the result of an earlier end may stay before it counts.
+        seconds: for which the result of an earlier end may stay before it counts, and for which
+            nobody may be training before the run counts as broken off.
+
+    Raises:
+        TrainingError: the run was broken off.
     """
     seen: set[str] = set()
     patience = time.monotonic() + seconds
+    life = _Life(run, seconds)
     while True:
         # First: what is saved before the result is then not missed.
         ended = _has_ended(run, started, time.monotonic() > patience)
         found = _newest(run / "checkpoints", seen)
         if found is not None:
             yield found
+            life = _Life(run, seconds)
         elif ended:
             return
         else:
+            life.check()
             time.sleep(_POLL_S)
+
+
+class _Life:
+    """Whether anybody trains a run: not if its lock is free and nothing in it has changed for
+    `seconds`. There are disks on which another host's lock is not seen, hence the second."""
+
+    def __init__(self, run: Path, seconds: float) -> None:
+        self._run, self._seconds = run, seconds
+        self._sign: tuple[float, ...] | None = None
+        self._until = time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raises TrainingError if the run was broken off."""
+        sign = _sign_of_life(self._run)
+        if sign is None or sign != self._sign:
+            self._sign, self._until = sign, time.monotonic() + self._seconds
+        elif time.monotonic() > self._until:
+            raise TrainingError(
+                f"evaluator: nobody has been training the run for {self._seconds:g} s"
+                " (backend.stall_timeout)",
+                rule="a run ends with its result, or goes on",
+                received=f"no {self._run / 'result.json'}",
+                do="look for what ended the chief; start the evaluator again with the others",
+            )
+
+
+def _sign_of_life(run: Path) -> tuple[float, ...] | None:
+    """None while somebody holds the run's lock. Else when what training changes was changed."""
+    try:
+        lock = os.open(run / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is taken, or the file system knows no locks
+        return None
+    finally:
+        os.close(lock)
+    places = (run, run / "logs", run / "checkpoints", run / "metrics.jsonl")
+    return tuple(path.stat().st_mtime for path in places if path.exists())
 
 
 def _has_ended(run: Path, started: float, is_late: bool) -> bool:

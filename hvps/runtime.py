@@ -86,6 +86,10 @@ def configure_tensorflow(config: Config, cluster: Cluster) -> str:
     else:
         devices = pin_gpu(tf.config, cluster) or words
     reset_keras(config)
+    if config.run.deterministic:
+        tf.config.experimental.enable_op_determinism()
+        # Which gradients Horovod sends together depends on timing, and with it the order of sums.
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     return devices
 
 

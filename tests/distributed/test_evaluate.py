@@ -10,16 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import accuracy_score, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    confusion_matrix,
+    f1_score,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
 
 from hvps.checkpoint import latest_checkpoint
-from tests.distributed.graded import graded_examples
+from tests.distributed.graded import (
+    CLASS,
+    GRID,
+    LABEL,
+    LOGITS,
+    ON_GRID,
+    SCORE,
+    TOP,
+    graded_examples,
+)
 from tests.distributed.ps_cluster import PsCluster, new_tasks
 from tests.launching import BIN, Job, ranks, result_of, weights_of
 
 Jobs = Callable[..., Job]
 
-TIMEOUT = 100
+TIMEOUT = 200
 COMMON = ["log.tensorboard=false", "log.progress=off", "backend.stall_timeout=60", "run.name=run"]
 RESUMABLE = [
     *COMMON,
@@ -39,10 +54,10 @@ def finish(job: Job, code: int = 0) -> str:
     return job.output
 
 
-def evaluate(jobs: Jobs, number: int, *arguments: str) -> dict[str, Any]:
+def evaluate(jobs: Jobs, number: int, *arguments: str, launcher: str = "mpirun") -> dict[str, Any]:
     """What `hvps eval runs/run --json` says, on so many ranks; 0: without a launcher."""
     given = ["runs/run", "--json", *arguments]
-    command = ranks(number, given, program=("-m", "hvps.evaluate"))
+    command = ranks(number, given, launcher=launcher, program=("-m", "hvps.evaluate"))
     output = finish(jobs([str(BIN / "hvps"), "eval", *given] if number == 0 else command))
     lines = [line for line in output.splitlines() if line.startswith("{")]
     assert len(lines) == 1, output
@@ -60,19 +75,35 @@ def content(run: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.timeout(3 * TIMEOUT)
-def test_three_ranks_agree_with_scikit_learn(jobs: Jobs, tmp_path: Path) -> None:
+def test_three_ranks_agree_with_scikit_learn(jobs: Jobs) -> None:
     task = ["task=tests.distributed.graded:Graded", "optimizer.name=sgd", "train.steps=2"]
     finish(jobs(ranks(0, [*task, *COMMON, "train.global_batch=48", "backend.kind=local"])))
     found = evaluate(jobs, 3)
     assert (found["processes"], found["step"]) == (3, 2)
     metrics, (x, y) = found["metrics"], graded_examples()
-    assert len(np.unique(x)) == 128  # all parts of the grid are used
-    assert metrics["accuracy"] == pytest.approx(accuracy_score(y, x[:, 0] > 0.5), abs=1e-7)
-    assert metrics["auc"] == pytest.approx(roc_auc_score(y, x[:, 0]), abs=1e-6)
-    assert metrics["loss"] == pytest.approx(float(np.mean((y - x[:, 0]) ** 2)), rel=1e-6)
-    # No mean over the ranks' own values comes near: each has labels of nearly one kind.
+    label, on_grid, score = y[:, LABEL], x[:, ON_GRID], x[:, SCORE]
+    assert len(x) == 1000
+    # To the last bit: every example has counted once, and once only.
+    assert metrics["exact_auc"] == roc_auc_score(label, score)
+    guess = on_grid > 0.5
+    counts = dict(
+        zip(("tn", "fp", "fn", "tp"), confusion_matrix(label, guess).ravel(), strict=True)
+    )
+    assert {name: metrics[name] for name in counts} == counts
+    # In float32, as Keras has its results.
+    assert metrics["accuracy"] == np.float32(accuracy_score(label, guess))
+    top = top_k_accuracy_score(y[:, CLASS], x[:, LOGITS], k=TOP)
+    assert metrics["top"] == np.float32(top)
+    right = accuracy_score(y[:, CLASS], np.argmax(x[:, LOGITS], axis=1))
+    assert metrics["class_accuracy"] == np.float32(right)
+    assert metrics["f1/0"] == pytest.approx(f1_score(label, guess), abs=1e-6)
+    # Thresholds lie between all scores of the grid; its rounding is Keras's.
+    assert len(np.unique(on_grid)) == GRID
+    assert metrics["auc"] == pytest.approx(roc_auc_score(label, on_grid), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(float(np.mean((label - on_grid) ** 2)), rel=1e-6)
+    # No mean over the ranks' own values comes near: some have labels of one kind only.
     parts = np.array_split(np.arange(1000), 3)
-    assert [len(np.unique(y[part])) for part in parts] != [2, 2, 2]
+    assert [len(np.unique(label[part])) for part in parts] != [2, 2, 2]
 
 
 @pytest.mark.timeout(3 * TIMEOUT)
@@ -84,7 +115,7 @@ def test_the_last_checkpoint_gives_the_result_of_training(
     finish(jobs(ranks(number, [*RESUMABLE, *EMA, f"backend.kind={kind}"])))
     run = tmp_path / "runs" / "run"
     before = content(run)
-    found = evaluate(jobs, number)
+    found = evaluate(jobs, number, launcher="horovodrun")
     assert found["metrics"] == result_of(run)["eval"]
     assert (found["step"], found["checkpoint"]) == (TOTAL, f"step-{TOTAL:012d}")
     after = content(run)

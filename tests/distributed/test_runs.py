@@ -68,7 +68,7 @@ def check_folder(run: Path, result: dict[str, object]) -> None:
     names = {path.name for path in run.iterdir()}
     assert names == {
         "config.yaml", "run.json", "logs", "metrics.jsonl", "metrics.csv", "tensorboard",
-        "model.keras", "result.json",
+        "model.keras", "result.json", "checkpoints", ".lock",
     }  # fmt: skip
     record = json.loads((run / "run.json").read_text())
     assert "hvps.train" in record["command"]

@@ -57,6 +57,7 @@ class ForkServer:
         from hvps.train import main
 
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this one
         os.chdir(folder)
         os.environ.update(env)
         output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -147,26 +148,32 @@ def torture(
     tally = Tally()
     while tally.kills < kills or not tally.runs:
         name = f"run-{tally.runs}"
-        checkpoints = folder / "runs" / name / "checkpoints"
-        while True:
-            job = begin([*common, f"run.name={name}"])
-            live = how_long(chance, startup, length)
-            if tally.kills >= kills:
-                live = TIMEOUT
-            if not ended_within(job, live):
-                job.kill()
-                if live == TIMEOUT:
-                    raise AssertionError(f"still running after {TIMEOUT} s:\n{job.output[-3000:]}")
-                look_at(checkpoints, tally)
-                if tally.kills % 20 == 0:
-                    say(str(tally))
-                continue
-            assert job.poll() == 0, job.output[-3000:]
-            break
+        last = TIMEOUT if tally.kills >= kills else None  # nothing more is killed
+        live = last or how_long(chance, startup, length)
+        if lives_on(begin, [*common, f"run.name={name}"], live):
+            assert not last, f"{name} still ran after {TIMEOUT} s"
+            look_at(folder / "runs" / name / "checkpoints", tally)
+            if tally.kills % 20 == 0 or launch != "local":
+                say(str(tally))
+            continue
         tally.runs += 1
         if not equal(reference, outcome(folder / "runs" / name)):
             tally.unequal.append(name)
     return tally
+
+
+def lives_on(
+    begin: Callable[[Sequence[str]], Started], arguments: Sequence[str], seconds: float
+) -> bool:
+    """Start a job; whether it still ran after so long, and was killed."""
+    job = begin(arguments)
+    try:
+        if ended_within(job, seconds):
+            assert job.poll() == 0, job.output[-3000:]
+            return False
+        return True
+    finally:
+        job.kill()
 
 
 def how_long(chance: random.Random, startup: float, length: float) -> float:
@@ -247,6 +254,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and nothing is left behind
     folder = Path(tempfile.mkdtemp(prefix="hvps-torture-"))
     try:
         tally = torture(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from tests.tasks import Resumable
 
 INSTANTS = ("before", "step", "save", "evaluation", "end")
-_WAIT_S = 3.0
+_WAIT_S = 20.0  # for a sender that is slow
+_AFTER_S = 1.0  # in which the signal has its effect
 
 
 def at(instant: str) -> None:
@@ -28,6 +30,7 @@ def at(instant: str) -> None:
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline and not os.path.exists("go"):
         time.sleep(0.02)
+    time.sleep(_AFTER_S)
 
 
 def _is_root() -> bool:
@@ -80,6 +83,7 @@ class _Marked:
     def __init__(self, x: np.ndarray, y: np.ndarray, instant: str, count: int) -> None:
         self._x, self._y, self._instant, self._count = x, y, instant, count
         self._fetched = 0
+        self._pause = float(os.environ.get("HVPS_TEST_PAUSE", "0"))
 
     def __len__(self) -> int:
         return len(self._x)
@@ -88,6 +92,7 @@ class _Marked:
         self._fetched += 1
         if self._fetched == self._count:
             at(self._instant)
+        time.sleep(self._pause)
         return self._x[i], self._y[i]
 
 
@@ -95,13 +100,30 @@ def _slow_first_save() -> None:
     """The root's disk takes its time over the second save, so that one is there before it."""
     from hvps import checkpoint
 
-    write = checkpoint._write_meta
+    write = checkpoint._write_arrays
     saves = [0]
 
-    def write_slowly(*arguments: Any) -> None:
+    def write_slowly(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[int, str]:
         saves[0] += 1
-        if saves[0] == 2:
-            at("save")
-        write(*arguments)
+        return write(path, _HalfWay(arrays) if saves[0] == 2 else arrays)
 
-    checkpoint._write_meta = write_slowly
+    checkpoint._write_arrays = write_slowly
+
+
+class _HalfWay(Mapping[str, np.ndarray]):
+    """Arrays that are handed out in two parts: the file is half written between them."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        for number, name in enumerate(self._arrays):
+            if number == len(self._arrays) // 2:
+                at("save")
+            yield name

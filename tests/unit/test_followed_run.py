@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hvps import evaluator_task, followed_run
 from hvps.checkpoint import remove_checkpoint, write_checkpoint
 from hvps.errors import TrainingError
+from hvps.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -70,6 +72,45 @@ def test_the_result_of_an_earlier_end_counts_later(run: Path, patience: float) -
     begun = time.monotonic()
     assert len(list(followed_run.new_checkpoints(run, time.time(), patience))) == 1
     assert patience <= time.monotonic() - begun < patience + 5
+
+
+@pytest.mark.timeout(30)
+def test_a_run_that_was_broken_off(run: Path) -> None:
+    add(run, 1)
+    (run / ".lock").touch()  # the chief had it
+    found = followed_run.new_checkpoints(run, time.time(), 0.3)
+    assert next(found)[0].step == 1
+    begun = time.monotonic()
+    with pytest.raises(TrainingError, match=r"nobody has been training the run for 0\.3 s"):
+        next(found)
+    assert 0.3 <= time.monotonic() - begun < 5
+
+
+@pytest.mark.timeout(30)
+def test_who_trains_may_take_time(run: Path) -> None:
+    """Its lock shows that it lives, however long nothing is written."""
+    RunDirectory(run).lock()  # held as long as this process lives
+    found = followed_run.new_checkpoints(run, time.time(), 0.1)
+    threading.Timer(1.0, lambda: (add(run, 1), end(run))).start()
+    assert [c.step for c, _ in found] == [1]
+
+
+@pytest.mark.timeout(30)
+def test_a_lock_that_is_not_seen_is_not_missed(run: Path) -> None:
+    """Where only the files show that somebody trains on another host."""
+    (run / ".lock").touch()
+    found = followed_run.new_checkpoints(run, time.time(), 0.5)
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(8):
+            (run / "metrics.jsonl").write_text(f"{step}")
+            done.wait(0.2)
+        add(run, 1)
+        end(run)
+
+    threading.Thread(target=train).start()
+    assert [c.step for c, _ in found] == [1]
 
 
 @pytest.mark.timeout(30)

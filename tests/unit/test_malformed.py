@@ -255,6 +255,8 @@ CASES = (
     over("backend.devices", "backend.devices=[cpu:0, cpu:0]", says="twice"),
     over("backend.devices", "backend.devices=cpu:0", says="not a list"),
     over("backend.pipeline", "backend.pipeline=9", says="<= 8"),
+    over("run.deterministic", PS, "run.deterministic=true", says="asynchronous gradients"),
+    over("run.deterministic", PS, "run.deterministic=true", "backend.update=sync", says="in_graph"),
     over("backend.congestion_control", "backend.congestion_control=''", says="empty"),
     over("backend.backup_workers", PS, "backend.backup_workers=1", says="update is async"),
     over("backend.max_staleness", PS, "backend.max_staleness=3", says="update is async"),
