@@ -181,14 +181,16 @@ def _tell(
             "processes": cluster.size,
             "metrics": plain_numbers(metrics),
         }
-        print(json.dumps(record), flush=True)
+        text = json.dumps(record)
     else:
         rows = {f"eval {name}": f"{value:.6g}" for name, value in metrics.items()}
         rows["step"] = f"{checkpoint.step:,} (epoch {checkpoint.meta['position']['epoch']})"
         rows["checkpoint"] = f"{checkpoint.path}, by {processes}"
         width = max(map(len, rows))
-        for name, text in rows.items():
-            print(f"  {name.ljust(width)}  {text}", flush=True)
+        text = "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows.items())
+    # In one piece: launchers put marks between what is written in several.
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
     try:
         note_evaluation(arguments.run, checkpoint, metrics)
     except OSError as err:  # a run of somebody else can be evaluated all the same

@@ -59,7 +59,8 @@ def evaluate(jobs: Jobs, number: int, *arguments: str, launcher: str = "mpirun")
     given = ["runs/run", "--json", *arguments]
     command = ranks(number, given, launcher=launcher, program=("-m", "hvps.evaluate"))
     output = finish(jobs([str(BIN / "hvps"), "eval", *given] if number == 0 else command))
-    lines = [line for line in output.splitlines() if line.startswith("{")]
+    # horovodrun puts the rank before each line.
+    lines = [line[line.index("{") :] for line in output.splitlines() if '{"run"' in line]
     assert len(lines) == 1, output
     found: dict[str, Any] = json.loads(lines[0])
     return found

@@ -109,6 +109,9 @@ class Life:
     def kill(self) -> None:
         """End it and all that it has started, as a power cut would."""
         if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)
             self.code = os.waitstatus_to_exitcode(status)
