@@ -255,7 +255,8 @@ class Supervisor:
 
     def _terminate(self) -> None:
         for process in self._running.values():
-            _signal_group(process, signal.SIGTERM)
+            # One that stands still does nothing about SIGTERM.
+            _signal_group(process, signal.SIGKILL if _is_stopped(process.pid) else signal.SIGTERM)
         self._deadline = (time.monotonic() + self._kill_after, self._kill)
 
     def _kill(self) -> None:
@@ -265,8 +266,16 @@ class Supervisor:
             process.wait()
 
     def _act_in_time(self) -> None:
-        if self._deadline is not None and time.monotonic() >= self._deadline[0]:
+        if self._deadline is None:
+            return
+        if time.monotonic() >= self._deadline[0] or self._only_stopped_ones_left():
             self._deadline[1]()
+
+    def _only_stopped_ones_left(self) -> bool:
+        """Grace is for those that can still end by themselves."""
+        if not self._failed or self._deadline is None or self._deadline[1] != self._terminate:
+            return False
+        return bool(self._running) and all(_is_stopped(p.pid) for p in self._running.values())
 
     # --- output ---
 

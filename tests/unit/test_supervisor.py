@@ -122,6 +122,21 @@ def test_one_that_stands_still_is_started_again(tmp_path: Path) -> None:
     assert [(r.task, r.reason) for r in noted] == [("ps 0", "was killed by SIGKILL")]
 
 
+def test_no_grace_for_one_that_stands_still(tmp_path: Path) -> None:
+    flag = tmp_path / "stopping"
+    stops = (
+        "import os, pathlib, signal, sys\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    commands = {
+        "ps 0": [*python(stops), str(flag)],
+        "worker 0": [*python(f"{WAITS}\nsys.exit(1)"), str(flag)],
+    }
+    # With grace, this would take longer than the test may.
+    assert Supervisor(commands, grace=3600.0, kill_after=3600.0).run() == 1
+
+
 def when(condition: Callable[[], bool], number: int) -> None:
     """Send this process a signal as soon as the condition holds."""
 
