@@ -139,7 +139,7 @@ def test_the_last_checkpoint_gives_the_result_of_training(
 @pytest.mark.timeout(3 * TIMEOUT)
 def test_the_evaluator_follows_parameter_servers(jobs: Jobs, tmp_path: Path) -> None:
     tasks = {**new_tasks(1, 2), "evaluator": ["127.0.0.1:1"]}
-    arguments = [*RESUMABLE, "backend.update=sync", "train.global_batch=16", "train.epochs=4"]
+    arguments = [*RESUMABLE, *EMA, "backend.update=sync", "train.global_batch=16", "train.epochs=4"]
     arguments += ["log.tensorboard=true"]
     cluster = PsCluster(tmp_path, tasks, arguments, env={"HVPS_TEST_PAUSE": "0.01"})
     try:
