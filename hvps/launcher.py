@@ -5,22 +5,21 @@ what to start → check it once → start → pass on output and signals, start 
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 
 from hvps.cli_args import Arguments, split_args
 from hvps.cluster import ALONE, Cluster, Tasks
-from hvps.errors import ConfigError
+from hvps.config import TrainConfig
+from hvps.errors import EXIT_INTERRUPTED, ConfigError
 from hvps.mpirun import mpirun_command, signal_ranks
 from hvps.overrides import LoadedConfig, load_config
 from hvps.ports import check_own_address, free_ports, is_own_host, split_address
 from hvps.preflight import preflight
+from hvps.returning import can_come_back, note_restart
 from hvps.supervisor import Policy, Restart, Supervisor, send_signal
 from hvps.task_cluster import place_task, read_jobs
 from hvps.yaml_text import write_flow
@@ -41,15 +40,23 @@ def launch(argv: Sequence[str]) -> int:
     arguments = split_args(
         argv, "hvps launch", "Start all processes of a training on this machine, and watch them."
     )
+    try:
+        with can_come_back(arguments) as arguments:
+            plan = _plan(arguments)
+        print(plan.text, flush=True)
+        if arguments.dry_run or plan.together:
+            commands = map(shlex.join, plan.commands.values())
+            print("\n".join(commands), flush=True)
+        return 0 if arguments.dry_run else plan.supervisor().run()
+    except KeyboardInterrupt:  # before anything was started
+        return EXIT_INTERRUPTED
+
+
+def _plan(arguments: Arguments) -> Plan:
     loaded = load_config(arguments.config, arguments.overrides)
-    arguments = _that_can_come_back(arguments, loaded)
-    loaded = load_config(arguments.config, arguments.overrides)
-    kind = loaded.config.backend.kind
-    plan = (_plan_cluster if kind == "ps" else _plan_ranks)(arguments, loaded)
-    print(plan.text, flush=True)
-    if arguments.dry_run or plan.together:
-        print("\n".join(shlex.join(command) for command in plan.commands.values()), flush=True)
-    return 0 if arguments.dry_run else plan.supervisor().run()
+    if loaded.config.backend.kind == "ps":
+        return _plan_cluster(arguments, loaded)
+    return _plan_ranks(arguments, loaded)
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Plan:
     policy: Policy
     text: str
     together: bool = False
-    ask_to_stop: Callable[[subprocess.Popen[bytes], int], None] = send_signal
+    ask_to_stop: Callable[[subprocess.Popen[bytes], int], bool] = send_signal
 
     def supervisor(self) -> Supervisor:
         return Supervisor(
@@ -77,44 +84,6 @@ class Plan:
             prefixed=not self.together,
             ask_to_stop=self.ask_to_stop,
         )
-
-
-def _that_can_come_back(arguments: Arguments, loaded: LoadedConfig) -> Arguments:
-    """What is started again must find its run: give that a name.
-
-    Raises:
-        ConfigError: the run may not go on.
-    """
-    if not arguments.max_restarts:
-        return arguments
-    run = loaded.config.run
-    if run.resume == "never" or loaded.config.checkpoint.keep == 0:
-        key, value = ("run.resume", run.resume) if run.resume == "never" else ("checkpoint.keep", 0)
-        raise ConfigError(
-            f"--max-restarts: {key} forbids it",
-            rule="what is started again goes on from the last checkpoint",
-            received=loaded.received(key, value),
-            do=f"remove {key}, or --max-restarts",
-        )
-    further = [f"backend.restarts={arguments.max_restarts}"]
-    if run.name is None:
-        further.append(f"run.name={loaded.name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
-    return arguments.with_overrides(further)
-
-
-def _note_restart(loaded: LoadedConfig, restart: Restart) -> None:
-    """For result.json: what was started again, and why."""
-    folder = Path(loaded.config.run.dir) / str(loaded.config.run.name)
-    entry = {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "task": restart.task,
-        "reason": restart.reason,
-        "restart": restart.number,
-        "of": restart.limit,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "restarts.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
 
 
 # --- ranks ---
@@ -130,7 +99,7 @@ def _plan_ranks(arguments: Arguments, loaded: LoadedConfig) -> Plan:
         command = [sys.executable, "-m", "hvps.train", *arguments.for_training()]
         policy = Policy(
             max_restarts=arguments.max_restarts,
-            note=lambda restart: _note_restart(loaded, restart),
+            note=lambda restart: note_restart(loaded, restart),
         )
         return Plan({JOB: command}, policy, "hvps launch: one process", together=True)
     smallest, largest = arguments.elastic or (None, None)
@@ -154,22 +123,28 @@ def _plan_ranks(arguments: Arguments, loaded: LoadedConfig) -> Plan:
 
     def note(restart: Restart) -> Sequence[str] | None:
         nonlocal number
-        _note_restart(loaded, restart)
+        note_restart(loaded, restart)
         if smallest is None or number == smallest:
             return None
         number -= 1
-        print(f"hvps launch: {_shares(number, config.train.global_batch)}", flush=True)
+        print(f"hvps launch: {_shares(number, config.train)}", flush=True)
         return command_for(number)
 
     policy = Policy(max_restarts=arguments.max_restarts, note=note)
     command = command_for(number)
     text = f"hvps launch: {number} rank{'s' * (number > 1)}"
+    if arguments.elastic and not arguments.max_restarts:
+        text += "; --elastic needs --max-restarts: nothing that dies is started again"
     return Plan({JOB: command}, policy, text, together=True, ask_to_stop=signal_ranks)
 
 
-def _shares(ranks: int, global_batch: int) -> str:
-    shares = [global_batch * (i + 1) // ranks - global_batch * i // ranks for i in range(ranks)]
-    return f"{ranks} ranks share the global batch of {global_batch}: {', '.join(map(str, shares))}"
+def _shares(ranks: int, train: TrainConfig) -> str:
+    """As hvps.sampling deals them out."""
+    batch, parts = train.global_batch, ranks * train.accumulate
+    dealt = [batch * (i + 1) // parts - batch * i // parts for i in range(parts)]
+    shares = ", ".join(str(sum(dealt[rank::ranks])) for rank in range(ranks))
+    verb = "rank has" if ranks == 1 else "ranks share"
+    return f"{ranks} {verb} the global batch of {batch}: {shares}"
 
 
 def _not_for(option: str, why: str, do: str) -> ConfigError:
@@ -205,7 +180,7 @@ def _plan_cluster(arguments: Arguments, loaded: LoadedConfig) -> Plan:
         max_restarts=arguments.max_restarts,
         dispensable=lambda name: goes_on and name.startswith("worker ") and name != "worker 0",
         stopped_after=backend.stall_timeout,
-        note=lambda restart: _note_restart(loaded, restart),
+        note=lambda restart: note_restart(loaded, restart),
     )
     return Plan(task_commands(arguments.config, overrides, tasks), policy, text)
 

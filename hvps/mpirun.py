@@ -7,10 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvps.errors import ConfigError
+from hvps.processes import arguments, children
 
 
 def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
@@ -52,31 +54,28 @@ def _version(program: str) -> str:
     return done.stdout + done.stderr
 
 
-def signal_ranks(process: subprocess.Popen[bytes], number: int) -> None:
-    """Ask the ranks of an mpirun to stop.
+def signal_ranks(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Ask the ranks of an mpirun to stop; False if it has not started them yet.
 
     mpirun itself kills its ranks a second after SIGTERM or SIGINT, which is no time to save.
     """
-    ranks = children(process.pid)
+    assert not isinstance(process.args, (str, bytes, os.PathLike))
+    ranks = list(_ranks_below(process.pid, [os.fsdecode(part) for part in process.args]))
     for pid in ranks:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        except ProcessLookupError:
-            continue
-    if not ranks:  # it has not started them yet
-        process.send_signal(signal.SIGTERM)
+    return bool(ranks)
 
 
-def children(parent: int) -> list[int]:
-    """Processes that `parent` has started and that still run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(entry.name))
-    return found
+def _ranks_below(pid: int, started: Sequence[str]) -> Iterator[int]:
+    """Descendants that run what mpirun was told to start: the end of its own command line.
+
+    They are its children in Open MPI, and children of a proxy in MPICH.
+    """
+    for child in children(pid):
+        command = arguments(child)
+        # A child that is mpirun still, and not yet what it becomes, has all of that line.
+        if 0 < len(command) < len(started) and list(started[-len(command) :]) == command:
+            yield child
+        else:
+            yield from _ranks_below(child, started)

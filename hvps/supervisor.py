@@ -7,7 +7,6 @@ signal that each task asks for in case the launcher dies. TensorFlow is not need
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -22,19 +21,21 @@ from typing import IO
 
 from hvps.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvps.prefixed_output import PrefixedLines
+from hvps.processes import end_with, is_stopped, kill_all_of, signal_group
 from hvps.task_cluster import TF_CONFIG
 
 _POLL_S = 0.05
 _LOOK_FOR_STOPPED_S = 1.0
 _LONGEST_DELAY_S = 30.0
-_PR_SET_PDEATHSIG = 1
+_ASK_FOR_S = 10.0  # a task that has nobody yet who could stop
 # Workers that were asked to stop agree on it, save and end with one of these.
 _STOPPED = (EXIT_INTERRUPTED, EXIT_PREEMPTED)
 
 
-def send_signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Ask a task to stop."""
+def send_signal(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Ask a task to stop; False if there was nobody yet to ask."""
     process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
+    return True
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Supervisor:
         kill_after: seconds from SIGTERM to SIGKILL.
         policy: what is done about those that die.
         prefixed: the lines that they print begin with their names.
-        ask_to_stop: passes a signal on to a task.
+        ask_to_stop: passes a signal on to a task; asked again while it returns False.
         delay: seconds before the n-th restart.
     """
 
@@ -95,7 +96,7 @@ class Supervisor:
         kill_after: float = 15.0,
         policy: Policy = Policy(),
         prefixed: bool = True,
-        ask_to_stop: Callable[[subprocess.Popen[bytes], int], None] = send_signal,
+        ask_to_stop: Callable[[subprocess.Popen[bytes], int], bool] = send_signal,
         delay: Callable[[int], float] = lambda n: min(2.0 ** (n - 1), _LONGEST_DELAY_S),
     ) -> None:
         self._commands = dict(commands)
@@ -111,6 +112,7 @@ class Supervisor:
         self._outputs: dict[str, list[tuple[IO[bytes], PrefixedLines]]] = {}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
+        self._unheard: dict[str, tuple[int, float]] = {}  # signals, and until when to try
         self._stopping = False  # a signal was passed on
         self._failed = False
         self._code = 0  # of the first task that failed, or else of one that was stopped
@@ -129,6 +131,7 @@ class Supervisor:
                 while self._running or self._due:
                     self._pass_on_output(_POLL_S)
                     self._pass_on_signals()
+                    self._ask_again()
                     self._note_ended()
                     self._note_stopped()
                     self._start_again()
@@ -149,7 +152,7 @@ class Supervisor:
             stderr=subprocess.PIPE,
             env={**env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C comes to the launcher alone
-            preexec_fn=_end_with(os.getpid()),
+            preexec_fn=end_with(os.getpid()),
         )
         self._running[name] = process
         self._outputs[name] = []
@@ -167,7 +170,7 @@ class Supervisor:
             if code is None:
                 continue
             del self._running[name]
-            _signal_group(process, signal.SIGKILL)  # what it may have left behind
+            kill_all_of(process.pid)  # what it may have left behind
             self._drain(name)
             self._judge(name, code)
         if self._deadline is None and self._running and not self._due:
@@ -231,12 +234,12 @@ class Supervisor:
             return
         self._looked_at = now + _LOOK_FOR_STOPPED_S
         for name, process in self._running.items():
-            if not _is_stopped(process.pid):
+            if not is_stopped(process.pid):
                 self._stopped_since.pop(name, None)
             elif now - self._stopped_since.setdefault(name, now) > self._policy.stopped_after:
                 del self._stopped_since[name]
                 _say(f"{name} has stood still for {self._policy.stopped_after:g} s")
-                _signal_group(process, signal.SIGKILL)
+                kill_all_of(process.pid)
                 return
 
     def _nobody_waits(self) -> None:
@@ -255,13 +258,15 @@ class Supervisor:
 
     def _terminate(self) -> None:
         for process in self._running.values():
-            # One that stands still does nothing about SIGTERM.
-            _signal_group(process, signal.SIGKILL if _is_stopped(process.pid) else signal.SIGTERM)
+            if is_stopped(process.pid):  # it does nothing about SIGTERM
+                kill_all_of(process.pid)
+            else:
+                signal_group(process.pid, signal.SIGTERM)
         self._deadline = (time.monotonic() + self._kill_after, self._kill)
 
     def _kill(self) -> None:
         for process in self._running.values():
-            _signal_group(process, signal.SIGKILL)
+            kill_all_of(process.pid)
         for process in self._running.values():
             process.wait()
 
@@ -275,7 +280,7 @@ class Supervisor:
         """Grace is for those that can still end by themselves."""
         if not self._failed or self._deadline is None or self._deadline[1] != self._terminate:
             return False
-        return bool(self._running) and all(_is_stopped(p.pid) for p in self._running.values())
+        return bool(self._running) and all(is_stopped(p.pid) for p in self._running.values())
 
     # --- output ---
 
@@ -336,8 +341,17 @@ class Supervisor:
             if self._due:  # what waits to be started again has its checkpoint already
                 self._due.clear()
                 self._code = self._code or _code_of(number)
-            for process in self._running.values():
-                self._ask_to_stop(process, number)
+            until = time.monotonic() + _ASK_FOR_S
+            self._unheard = dict.fromkeys(self._running, (number, until))
+
+    def _ask_again(self) -> None:
+        for name, (number, until) in list(self._unheard.items()):
+            process = self._running.get(name)
+            if process is None or self._ask_to_stop(process, number):
+                del self._unheard[name]
+            elif time.monotonic() >= until:
+                del self._unheard[name]
+                send_signal(process, number)
 
 
 def _say(text: str) -> None:
@@ -357,29 +371,3 @@ def _how(code: int) -> str:
 def _code_of(number: int) -> int:
     """The exit code of a job that was asked to stop by a signal."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it has ended
-        os.killpg(process.pid, number)
-
-
-def _end_with(launcher: int) -> Callable[[], None]:
-    """What a new process does first: have itself killed when the launcher dies, however it does."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it has died already
-                os._exit(EXIT_FAILURE)
-
-    return prepare

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hvps.processes import children
 from tests.launching import BIN, Job, result_of
 
 Jobs = Callable[..., Job]
@@ -59,6 +61,64 @@ def test_a_signal_to_the_launcher_stops_the_ranks_after_a_save(
     last = sorted((job.cwd / "runs" / "it" / "checkpoints").glob("step-*"))[-1]
     assert last.name == f"step-{result['steps']:012d}"
     assert not job.members()
+
+
+def mpirun_of(job: Job) -> list[int]:
+    """Children of the launcher: `mpirun --version` has ended when there is a line about ranks."""
+    return children(job.process.pid) if "mpirun -np" in job.output else []
+
+
+@pytest.mark.timeout(TIMEOUT)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_there_are_ranks(jobs: Jobs, number: int, code: int) -> None:
+    job = jobs(launch("-np", "2"))
+    job.wait_for(lambda: mpirun_of(job), TIMEOUT, "mpirun")
+    job.process.send_signal(number)
+    assert job.wait(TIMEOUT) == code, job.output
+    assert "hvps: error: the job" not in job.output
+    assert not job.members()
+
+
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_a_second_signal_ends_the_ranks_at_once(jobs: Jobs) -> None:
+    job = jobs(launch("-np", "2"), env=PAUSE)
+    wait_until_saved(job)
+    ranks = [pid for mpirun in mpirun_of(job) for pid in children(mpirun)]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGSTOP)  # it would outlive its mpirun for ever
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for(lambda: has_pending(ranks[1], signal.SIGTERM), TIMEOUT, "signal to the ranks")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(10) == 143, job.output
+    wait_until_gone(job)
+
+
+def has_pending(pid: int, number: int) -> bool:
+    """A process that stands still was sent this signal."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def wait_until_gone(job: Job) -> None:
+    deadline = time.monotonic() + 5
+    while job.members():
+        assert time.monotonic() < deadline, f"left behind: {job.members()}"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_a_killed_mpirun_leaves_no_ranks_in_the_way(jobs: Jobs) -> None:
+    """Ranks of the first life would hold the run's folder, or write in it."""
+    job = jobs(launch("-np", "2", "--max-restarts", "1"), env=PAUSE)
+    wait_until_saved(job)
+    (mpirun,) = mpirun_of(job)
+    os.kill(mpirun, signal.SIGKILL)
+    assert job.wait(2 * TIMEOUT) == 0, job.output
+    assert "the job was killed by SIGKILL; it is started again in 1 s" in job.output
+    result = result_of(job.cwd / "runs" / "it")
+    assert [r["reason"] for r in result["restarts"]] == ["was killed by SIGKILL"]
+    assert result["steps"] == STEPS
 
 
 @pytest.mark.timeout(3 * TIMEOUT)

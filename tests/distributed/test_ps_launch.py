@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hvps import processes
 from hvps.ports import split_address
 from tests.distributed.ps_cluster import new_tasks, run_locally, run_ps_cases, state_of
 from tests.launching import BIN, ROOT, Job, largest_difference, ranks, result_of
@@ -98,20 +99,72 @@ def test_hvps_launch_learns_the_digits(jobs: Jobs) -> None:
     wait_until_nobody_listens(job.run_directory())
 
 
+def errors_of_launch(job: Job) -> list[str]:
+    return [line for line in job.output.splitlines() if line.startswith("hvps: error:")]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("update", ["sync", pytest.param("async", marks=pytest.mark.slow)])
-def test_hvps_launch_ends_with_a_killed_worker(jobs: Jobs, update: str) -> None:
-    """Also where the others could go on: then they have some seconds to do so, and save."""
-    job = jobs(hvps_launch(*STAGED, f"backend.update={update}"), env=PAUSE)
+def test_hvps_launch_ends_with_a_killed_worker(jobs: Jobs) -> None:
+    job = jobs(hvps_launch(*STAGED, SYNC), env=PAUSE)
     wait_until_training(job)
     os.kill(pid_of(job, "worker 1"), signal.SIGKILL)
     since = time.monotonic()
     assert job.wait(2 * END_TIMEOUT) == 128 + signal.SIGKILL
     print(f"hvps launch ended {time.monotonic() - since:.2f} s after worker 1 was killed")
     wait_until_gone(job)
-    errors = [line for line in job.output.splitlines() if line.startswith("hvps: error:")]
-    assert errors == ["hvps: error: worker 1 was killed by SIGKILL"]
-    assert (job.run_directory() / "model.keras").exists() == (update == "async")
+    assert errors_of_launch(job) == ["hvps: error: worker 1 was killed by SIGKILL"]
+    assert not (job.run_directory() / "model.keras").exists()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("update", ["async", pytest.param("bounded", marks=pytest.mark.slow)])
+def test_hvps_launch_goes_on_without_an_asynchronous_worker(jobs: Jobs, update: str) -> None:
+    job = jobs(hvps_launch(*STAGED, "train.steps=50", f"backend.update={update}"), env=PAUSE)
+    wait_until_training(job)
+    os.kill(pid_of(job, "worker 1"), signal.SIGKILL)
+    assert job.wait(120) == 0, job.output
+    wait_until_gone(job)
+    said = "hvps: error: worker 1 was killed by SIGKILL; the others go on without it"
+    assert errors_of_launch(job) == [said]
+    result = result_of(job.run_directory())
+    assert result["steps"] == 50
+    assert result["lost_updates"] == 0
+    assert result["worker_deaths"] == [0, 1]
+
+
+@pytest.mark.timeout(240)
+def test_hvps_launch_starts_a_killed_ps_again_alone(jobs: Jobs) -> None:
+    """The workers begin anew in place: they keep their process ids."""
+    options = ["--max-restarts", "2", "train.steps=60", "checkpoint.every_steps=10"]
+    job = jobs(hvps_launch(*STAGED, *options), env=PAUSE)
+    job.wait_for(
+        lambda: list(job.run_directory().glob("checkpoints/step-*")), START_TIMEOUT, "checkpoint"
+    )
+    workers = {name: pid_of(job, name) for name in ("worker 0", "worker 1")}
+    (victim,) = [pid for pid in job.members() if has_role(pid, "ps", 0)]
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait(150) == 0, job.output
+    wait_until_gone(job)
+    said = "hvps: error: ps 0 was killed by SIGKILL; it is started again in 1 s (restart 1 of 2)"
+    assert errors_of_launch(job) == [said]
+    assert {name: last_pid_of(job, name) for name in workers} == workers
+    result = result_of(job.run_directory())
+    assert [(r["task"], r["reason"]) for r in result["restarts"]] == [
+        ("ps 0", "was killed by SIGKILL")
+    ]
+    assert result["steps"] == 60
+    assert result["lost_updates"] == 0
+
+
+def has_role(pid: int, role: str, index: int) -> bool:
+    return processes.arguments(pid)[-4:] == ["--role", role, "--index", str(index)]
+
+
+def last_pid_of(job: Job, task: str) -> int:
+    log = job.run_directory() / "logs" / f"{task.replace(' ', '-')}.log"
+    found = re.findall(rf"{task} of \d+, pid (\d+) on ", log.read_text())
+    assert len(found) == 2, log.read_text()  # it has begun twice
+    return int(found[-1])
 
 
 @pytest.mark.timeout(240)

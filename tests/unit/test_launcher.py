@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 
+import hvps.launcher
 from hvps.cluster import Tasks
-from hvps.launcher import choose_addresses, task_commands
+from hvps.launcher import _shares, choose_addresses, task_commands
 from hvps.overrides import load_config
 from hvps.ports import check_own_address, free_ports, split_address
 from hvps.prefixed_output import PrefixedLines
+from hvps.sampling import Plan
 from hvps.supervisor import Supervisor
 
 REPOSITORY = Path(__file__).parents[2]
@@ -434,3 +436,28 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     done = run_program(tmp_path, "--dry-run", "configs/ps.yaml")
     assert done.stdout.count(" -m hvps.train ") == 4  # 2 ps, 2 workers
     assert "a task" not in done.stdout
+    done = run_program(tmp_path, "--dry-run", "--elastic", "1:3")
+    assert "--elastic needs --max-restarts" in done.stdout
+    assert "mpirun -np 3 " in done.stdout
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_shares_are_those_that_ranks_get(ranks: int, accumulate: int) -> None:
+    plan = Plan(1000, 64, ranks, accumulate)
+    shares = [sum(len(plan.share(0, m, r)) for m in range(accumulate)) for r in range(ranks)]
+    train = load_config(None, [f"train.accumulate={accumulate}"]).config.train
+    who = "1 rank has" if ranks == 1 else f"{ranks} ranks share"
+    expected = f"{who} the global batch of 64: {', '.join(map(str, shares))}"
+    assert _shares(ranks, train) == expected
+
+
+def test_ctrl_c_before_anything_was_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hvps.launcher._plan", interrupted)
+    assert hvps.launcher.launch([]) == 130
+    assert capfd.readouterr() == ("", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hvps.supervisor import Policy, Restart, Supervisor
+from hvps.processes import find
+from hvps.supervisor import Policy, Restart, Supervisor, send_signal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,9 +151,111 @@ def when(condition: Callable[[], bool], number: int) -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
-def test_a_signal_while_one_waits_to_be_started_again(tmp_path: Path) -> None:
-    when((tmp_path / "died-0").exists, signal.SIGTERM)
-    supervisor = Supervisor(
-        {"worker 0": dies(tmp_path, 1)}, policy=Policy(max_restarts=1), delay=lambda n: 3600.0
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_one_waits_to_be_started_again(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    noted: list[Restart] = []
+    when(lambda: bool(noted), number)
+    policy = Policy(max_restarts=1, note=noted.append)
+    supervisor = Supervisor({"worker 0": dies(tmp_path, 1)}, policy=policy, delay=lambda n: 3600.0)
+    assert supervisor.run() == code
+
+
+def test_a_second_signal_while_one_waits_ends_the_others(tmp_path: Path) -> None:
+    """The first one asks those that run, who do not mind it; the second kills them."""
+    noted: list[Restart] = []
+    heard = tmp_path / "heard"
+    minds_nothing = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1]).touch())\n"
+        "pathlib.Path(sys.argv[2]).touch()\n"
+        "while True: time.sleep(0.02)\n"
     )
-    assert supervisor.run() in (143, 128 + signal.SIGKILL)
+    up = tmp_path / "up"
+    commands = {
+        "ps 0": [*python(minds_nothing), str(heard), str(up)],
+        "worker 0": [*python(f"{WAITS}\nsys.exit(1)"), str(up)],
+    }
+    when(lambda: bool(noted), signal.SIGTERM)
+    when(heard.exists, signal.SIGTERM)
+    policy = Policy(max_restarts=1, note=noted.append)
+    assert Supervisor(commands, policy=policy, delay=lambda n: 3600.0).run() == 143
+    assert len(noted) == 1
+
+
+def test_only_the_one_that_died_is_started_again(tmp_path: Path) -> None:
+    """And what others do on their own account, like beginning anew in place, does not matter."""
+    starts = "import os, sys; open(f'{sys.argv[1]}/start-{os.getpid()}', 'w')\n"
+    stays, back = tmp_path / "stays", tmp_path / "back"
+    stays.mkdir()
+    commands = {
+        "ps 0": [*python(starts + WAITS.replace("argv[1]", "argv[2]")), str(stays), str(back)],
+        "worker 0": [*python(DIES + f"open({str(back)!r}, 'w')"), str(tmp_path), "1"],
+    }
+    policy = Policy(max_restarts=1)
+    # Without any grace, for there is nothing that it is needed for.
+    assert Supervisor(commands, policy=policy, delay=lambda n: 0.3, grace=0.0).run() == 0
+    assert len(list(stays.iterdir())) == 1
+
+
+def test_it_waits_before_it_starts_again(tmp_path: Path) -> None:
+    died: list[float] = []
+    again = tmp_path / "again"
+    policy = Policy(
+        max_restarts=1,
+        note=lambda restart: died.append(time.time()) or python(f"open({str(again)!r}, 'w')"),
+    )
+    commands = {"worker 0": dies(tmp_path, 1)}
+    assert Supervisor(commands, policy=policy, delay=lambda n: 0.5 * n).run() == 0
+    assert again.stat().st_mtime - died[0] >= 0.45  # file systems round
+
+
+# Starts a child in a group of its own, as mpirun does with ranks; both stay.
+LIKE_MPIRUN = """
+import os, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(3600)"], preexec_fn=os.setpgrp
+)
+open(sys.argv[1] + ".tmp", "w").write(str(child.pid))
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+"""
+
+
+def wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while (process := find(pid)) is not None and process.state not in ("Z", "X"):
+        assert time.monotonic() < deadline, "it lives"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(3600)"])
+def test_nothing_is_left_of_a_task(tmp_path: Path, end: str) -> None:
+    """Neither when it ended, nor when its launcher was told twice to end."""
+    child = tmp_path / "child"
+    commands = {"the job": [*python(f"{LIKE_MPIRUN}\n{end}"), str(child)]}
+    if "sleep" in end:
+        told = tmp_path / "told"
+        when(child.exists, signal.SIGTERM)
+        when(told.exists, signal.SIGTERM)
+        code = Supervisor(commands, ask_to_stop=lambda process, number: told.touch() is None).run()
+    else:
+        code = Supervisor(commands, grace=0.1).run()
+    assert code in (3, 137, 143)
+    wait_until_dead(int(child.read_text()))
+
+
+def test_a_task_that_cannot_hear_yet_is_asked_again(tmp_path: Path) -> None:
+    up, asked = tmp_path / "up", []
+
+    def ask(process: subprocess.Popen[bytes], number: int) -> bool:
+        asked.append(number)
+        if len(asked) < 3:
+            return False
+        return send_signal(process, number)
+
+    when(up.exists, signal.SIGTERM)
+    code = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(3600)"
+    commands = {"the job": [*python(code), str(up)]}
+    assert Supervisor(commands, ask_to_stop=ask).run() == 143
+    assert asked == [signal.SIGTERM] * 3
