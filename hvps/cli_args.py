@@ -5,10 +5,12 @@ The programs that train also take `--role ROLE --index N`: which task of a clust
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hvps.errors import ConfigError
+from hvps.hosts import Host, parse_hosts, read_hostfile
 
 _EXAMPLES = """\
 examples:
@@ -32,6 +34,8 @@ _LAUNCH = """\
   {prog} -np 4 --max-restarts 3 configs/allreduce.yaml run.name=long
   {prog} configs/ps.yaml
   {prog} configs/ps.yaml backend.num_workers=3 backend.update=sync train.global_batch=96
+  {prog} -H node1:4,node2:4 configs/allreduce.yaml   # the same on several hosts
+  {prog} --hostfile hosts.txt --network 10.0.0.0/8 configs/ps.yaml
 """
 _TASK_HELP = """\
   --role ROLE        this process's task of a parameter-server cluster: ps, worker, chief or
@@ -39,8 +43,14 @@ _TASK_HELP = """\
   --index N          which task of the role, 0 for the first
 """
 _LAUNCH_HELP = """\
-  -np N              ranks of backend.kind=allreduce (2); parameter servers and workers are
-                     counted by backend.num_ps and backend.num_workers
+  -np N              ranks of backend.kind=allreduce (2, or all slots of the hosts); parameter
+                     servers and workers are counted by backend.num_ps and backend.num_workers
+  -H HOST:SLOTS,...  the hosts to run on, and how many processes each takes (1); they are reached
+                     by ssh without a password, and have the same Python, packages and folder
+  --hostfile FILE    the same, one host per line: NAME slots=N
+  --network NET      the network between the hosts: an interface, like eth0, or a CIDR, like
+                     10.0.0.0/8; by default one by which all hosts reach each other
+  --gloo             allreduce: by horovodrun and Gloo, without MPI
   --max-restarts K   start again what dies, from the last checkpoint, at most K times in all (0)
   --elastic MIN:MAX  allreduce: start with MAX ranks, and after each death with one less, down to
                      MIN; the global batch stays, its shares may differ by one example
@@ -56,7 +66,8 @@ class Arguments:
         config: the configuration file, if one was given.
         overrides: `section.key=value`, in their order.
         role, index: this process's task; both None if they were not given.
-        ranks, max_restarts, elastic, dry_run: of `hvps launch`; see its help.
+        ranks, max_restarts, elastic, hosts, network, gloo, dry_run: of `hvps launch`; see its
+            help.
     """
 
     config: str | None
@@ -66,6 +77,9 @@ class Arguments:
     ranks: int | None = None
     max_restarts: int = 0
     elastic: tuple[int, int] | None = None
+    hosts: tuple[Host, ...] = ()
+    network: str | None = None
+    gloo: bool = False
     dry_run: bool = False
 
     def with_overrides(self, further: Sequence[str]) -> Arguments:
@@ -97,7 +111,7 @@ def split_args(
         name, equals, value = argument.partition("=")
         if name in _options_of(prog):
             options[name] = value if equals else next(rest, "")
-        elif _launches(prog) and argument == "--dry-run":
+        elif argument in _flags_of(prog):
             options[argument] = ""
         elif argument.startswith("-"):
             raise _unknown_option(argument, prog)
@@ -129,8 +143,13 @@ def _launches(prog: str) -> bool:
 def _options_of(prog: str) -> tuple[str, ...]:
     """Options that take a value."""
     if _launches(prog):
-        return ("-np", "--max-restarts", "--elastic")
+        return ("-np", "-H", "--hostfile", "--network", "--max-restarts", "--elastic")
     return ("--role", "--index") if _trains(prog) else ()
+
+
+def _flags_of(prog: str) -> tuple[str, ...]:
+    """Options without a value."""
+    return ("--gloo", "--dry-run") if _launches(prog) else ()
 
 
 def _for_launch(config: str | None, overrides: list[str], options: dict[str, str]) -> Arguments:
@@ -151,8 +170,43 @@ def _for_launch(config: str | None, overrides: list[str], options: dict[str, str
         ranks=ranks,
         max_restarts=restarts or 0,
         elastic=elastic,
+        hosts=tuple(_hosts(options)),
+        network=_network(options),
+        gloo="--gloo" in options,
         dry_run="--dry-run" in options,
     )
+
+
+def _hosts(options: dict[str, str]) -> list[Host]:
+    if "-H" in options and "--hostfile" in options:
+        raise ConfigError(
+            "--hostfile: the hosts are named twice",
+            rule="-H or --hostfile",
+            received=f"-H {options['-H']} --hostfile {options['--hostfile']} (command line)",
+            do="leave one out",
+        )
+    if "-H" in options:
+        return parse_hosts(options["-H"])
+    return read_hostfile(options["--hostfile"]) if "--hostfile" in options else []
+
+
+def _network(options: dict[str, str]) -> str | None:
+    network = options.get("--network")
+    if network is not None and ("-H" not in options and "--hostfile" not in options):
+        raise ConfigError(
+            "--network: has no effect here",
+            rule="it says by which network hosts reach each other, and there is this one only",
+            received=f"--network {network} (command line)",
+            do="remove it, or name the hosts with -H",
+        )
+    if network is not None and not re.fullmatch(r"[A-Za-z0-9._:@-]+(/[0-9]{1,2})?", network):
+        raise ConfigError(
+            "--network: no network",
+            rule="the name of an interface, or a CIDR",
+            received=f"--network {network} (command line)",
+            do="for example --network eth0, or --network 10.0.0.0/8",
+        )
+    return network
 
 
 def _number(option: str, text: str, least: int) -> int:
@@ -225,7 +279,7 @@ def _unknown_option(argument: str, prog: str) -> ConfigError:
         known = find_key(key.replace("-", "_"))
         if known:
             do = f"write {known}={value if equals else '...'}"
-    known_options = [*_options_of(prog), *(["--dry-run"] if _launches(prog) else []), "--help"]
+    known_options = [*_options_of(prog), *_flags_of(prog), "--help"]
     listed = ", ".join(known_options[:-1]) + " and " if len(known_options) > 1 else ""
     return ConfigError(
         f"{argument}: unknown option",
@@ -242,7 +296,7 @@ def help_text(prog: str, description: str) -> str:
     examples = _LAUNCH if "launch" in prog else _ANY + (_TRAIN if trains else "")
     usage = "[CONFIG] [section.key=value ...]" + (" [--role ROLE --index N]" if trains else "")
     if _launches(prog):
-        usage = f"[-np N] [--max-restarts K] [--elastic MIN:MAX] [--dry-run] {usage}"
+        usage = f"[-np N] [-H HOST:SLOTS,...] [options] {usage}"
     return "\n".join(
         [
             f"usage: {command} {usage}\n",

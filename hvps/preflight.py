@@ -26,7 +26,7 @@ from hvps.task_cluster import count_workers
 _ENGINES = {"horovod": "horovod", "mpi": "mpi4py"}
 
 
-def preflight(loaded: LoadedConfig, cluster: Cluster) -> None:
+def preflight(loaded: LoadedConfig, cluster: Cluster, *, here: bool = True) -> None:
     """Find what would go wrong later.
 
     Raises:
@@ -37,7 +37,7 @@ def preflight(loaded: LoadedConfig, cluster: Cluster) -> None:
     reader = SourceReader([os.getcwd(), *sys.path])
     problems = [
         *_check_backend(loaded, cluster, reader),
-        *_check_addresses(cluster),
+        *_check_addresses(cluster, here),
         *_check_batch(loaded, cluster),
         *_check_schedule(loaded),
         *check_optimizer(loaded, reader),
@@ -91,7 +91,7 @@ def _check_backend(
         )
 
 
-def _check_addresses(cluster: Cluster) -> Iterator[Problem]:
+def _check_addresses(cluster: Cluster, here: bool) -> Iterator[Problem]:
     """Of a parameter-server cluster: mine must be free, those of the others must mean something."""
     tasks = cluster.tasks
     if tasks is None:
@@ -101,7 +101,7 @@ def _check_addresses(cluster: Cluster) -> Iterator[Problem]:
     known: dict[str, bool] = {}
     for name, address in named:
         host, _ = split_address(address)
-        if address == cluster.address:
+        if here and address == cluster.address:
             try:
                 check_own_address(address, name)
             except ConfigError as err:

@@ -27,6 +27,7 @@ from hvps.task_cluster import TF_CONFIG
 _POLL_S = 0.05
 _LOOK_FOR_STOPPED_S = 1.0
 _LONGEST_DELAY_S = 30.0
+_LOOK_AGAIN_S = 3.0  # whether what was not ready is now
 _ASK_FOR_S = 10.0  # a task that has nobody yet who could stop
 # Workers that were asked to stop agree on it, save and end with one of these.
 _STOPPED = (EXIT_INTERRUPTED, EXIT_PREEMPTED)
@@ -65,12 +66,16 @@ class Policy:
         stopped_after: seconds after which a task that stands still (SIGSTOP) counts as dead, where
             it may be started again.
         note: called for each restart, before it; may give another command for the task.
+        not_ready: why a task cannot be started again yet, if so.
+        wait_for_ready: seconds after which that is a failure.
     """
 
     max_restarts: int = 0
     dispensable: Callable[[str], bool] = lambda name: False
     stopped_after: float = 120.0
     note: Callable[[Restart], Sequence[str] | None] = lambda restart: None
+    not_ready: Callable[[str], str | None] = lambda name: None
+    wait_for_ready: float = 600.0
 
 
 class Supervisor:
@@ -85,6 +90,7 @@ class Supervisor:
         policy: what is done about those that die.
         prefixed: the lines that they print begin with their names.
         ask_to_stop: passes a signal on to a task; asked again while it returns False.
+        guarded: tasks end when their standard input does, which is kept open for them.
         delay: seconds before the n-th restart.
     """
 
@@ -97,13 +103,15 @@ class Supervisor:
         policy: Policy = Policy(),
         prefixed: bool = True,
         ask_to_stop: Callable[[subprocess.Popen[bytes], int], bool] = send_signal,
+        guarded: bool = False,
         delay: Callable[[int], float] = lambda n: min(2.0 ** (n - 1), _LONGEST_DELAY_S),
     ) -> None:
         self._commands = dict(commands)
-        self._prefixed = prefixed
+        self._prefixed, self._guarded = prefixed, guarded
         self._policy, self._ask_to_stop, self.delay = policy, ask_to_stop, delay
         self._restarts = 0
         self._due: list[tuple[float, str]] = []  # when what is started again
+        self._waits: dict[str, tuple[float, str]] = {}  # until when, and why
         self._stopped_since: dict[str, float] = {}
         self._looked_at = time.monotonic()
         self._grace = grace
@@ -147,7 +155,7 @@ class Supervisor:
         env = {key: value for key, value in os.environ.items() if key != TF_CONFIG}
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if self._guarded else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**env, "PYTHONUNBUFFERED": "1"},
@@ -224,8 +232,27 @@ class Supervisor:
         now = time.monotonic()
         for entry in [entry for entry in self._due if entry[0] <= now]:
             self._due.remove(entry)
-            if not self._failed:
+            if not self._failed and self._is_ready(entry[1]):
                 self._start(entry[1], self._commands[entry[1]])
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether to start it now; if not, when to ask again."""
+        why = self._policy.not_ready(name)
+        now = time.monotonic()
+        if why is None:
+            self._waits.pop(name, None)
+            return True
+        until, said = self._waits.get(name, (now + self._policy.wait_for_ready, ""))
+        if now >= until:
+            _say(f"{name} cannot be started again: {why}")
+            self._failed, self._code = True, self._code or EXIT_FAILURE
+            self._deadline = (now, self._terminate)
+            return False
+        if why != said:
+            _say(f"{name} waits to be started again: {why}")
+        self._waits[name] = (until, why)
+        self._due.append((now + _LOOK_AGAIN_S, name))
+        return False
 
     def _note_stopped(self) -> None:
         """A process that was stopped never ends; the others cannot wait for it for ever."""

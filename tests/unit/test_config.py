@@ -330,7 +330,7 @@ def test_the_chief_needs_no_index() -> None:
         (["config", "--help"], 0, "usage: hvps config"),
         (["confg"], 2, "did you mean config?"),
         (["lauch"], 2, "did you mean launch?"),
-        (["launch", "--help"], 0, "usage: hvps launch [-np N] [--max-restarts K]"),
+        (["launch", "--help"], 0, "usage: hvps launch [-np N] [-H HOST:SLOTS,...]"),
         (["launch", "--role=ps"], 2, "unknown option"),
         (["train", "--help"], 0, "[--role ROLE --index N]"),
         (["config", "--x"], 2, "unknown option"),

@@ -20,8 +20,9 @@ import pytest
 
 import hvps.launcher
 from hvps.cluster import Tasks
-from hvps.launcher import _shares, choose_addresses, task_commands
 from hvps.overrides import load_config
+from hvps.plan_ranks import _shares
+from hvps.plan_tasks import choose_addresses, task_commands
 from hvps.ports import check_own_address, free_ports, split_address
 from hvps.prefixed_output import PrefixedLines
 from hvps.sampling import Plan
