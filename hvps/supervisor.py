@@ -27,6 +27,8 @@ from hvps.task_cluster import TF_CONFIG
 _POLL_S = 0.05
 _LOOK_FOR_STOPPED_S = 1.0
 _LONGEST_DELAY_S = 30.0
+_ERROR = b"hvps: error:"
+_ENDS_BY_ITSELF_S = 5.0  # a task that has reported an error
 _LOOK_AGAIN_S = 3.0  # whether what was not ready is now
 _ASK_FOR_S = 10.0  # a task that has nobody yet who could stop
 # Workers that were asked to stop agree on it, save and end with one of these.
@@ -66,7 +68,8 @@ class Policy:
         stopped_after: seconds after which a task that stands still (SIGSTOP) counts as dead, where
             it may be started again.
         note: called for each restart, before it; may give another command for the task.
-        not_ready: why a task cannot be started again yet, if so.
+        not_ready: why a task cannot run now, if so: asked before it is started again, and, while it
+            has reported an error and does not end, whether it ever will.
         wait_for_ready: seconds after which that is a failure.
     """
 
@@ -119,6 +122,8 @@ class Supervisor:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._outputs: dict[str, list[tuple[IO[bytes], PrefixedLines]]] = {}
         self._selector = selectors.DefaultSelector()
+        self._look_at: dict[str, float] = {}  # when at tasks that have reported an error
+        self._lost: set[str] = set()  # were killed because their hosts are gone
         self._signals: list[int] = []
         self._unheard: dict[str, tuple[int, float]] = {}  # signals, and until when to try
         self._stopping = False  # a signal was passed on
@@ -142,6 +147,7 @@ class Supervisor:
                     self._ask_again()
                     self._note_ended()
                     self._note_stopped()
+                    self._note_lost()
                     self._start_again()
                     self._act_in_time()
             finally:
@@ -180,7 +186,9 @@ class Supervisor:
             del self._running[name]
             kill_all_of(process.pid)  # what it may have left behind
             self._drain(name)
-            self._judge(name, code)
+            self._look_at.pop(name, None)
+            self._judge(name, EXIT_FAILURE if name in self._lost else code)
+            self._lost.discard(name)
         if self._deadline is None and self._running and not self._due:
             if all(name.startswith("ps ") for name in self._running):
                 self._deadline = (time.monotonic() + self._grace, self._ps_are_late)
@@ -269,6 +277,16 @@ class Supervisor:
                 kill_all_of(process.pid)
                 return
 
+    def _note_lost(self) -> None:
+        """mpirun waits for ever for the end of ranks whose host is gone."""
+        for name in [name for name, at in self._look_at.items() if at <= time.monotonic()]:
+            why = self._policy.not_ready(name)
+            self._look_at[name] = time.monotonic() + _ENDS_BY_ITSELF_S
+            if why is not None and name in self._running:
+                _say(f"{name} cannot go on: {why}")
+                self._lost.add(name)
+                kill_all_of(self._running[name].pid)
+
     def _nobody_waits(self) -> None:
         """Training has ended; who is left has come too late, or stands still."""
         names = " and ".join(self._running)
@@ -315,12 +333,19 @@ class Supervisor:
         for key, _ in self._selector.select(timeout):
             self._read(key.fileobj, key.data)  # type: ignore[arg-type]
 
+    def _watch_for_errors(self, pipe: IO[bytes], data: bytes) -> None:
+        if _ERROR in data:
+            for name, pipes in self._outputs.items():
+                if any(each is pipe for each, _ in pipes):
+                    self._look_at.setdefault(name, time.monotonic() + _ENDS_BY_ITSELF_S)
+
     def _read(self, pipe: IO[bytes], lines: PrefixedLines) -> bool:
         """Pass on what there is; False if there is nothing now, or will be no more."""
         try:
             data = os.read(pipe.fileno(), 65536)
         except BlockingIOError:
             return False
+        self._watch_for_errors(pipe, data)
         if not lines.feed(data) and not self._signals and not self._stopping:
             self._signals.append(signal.SIGTERM)  # nobody reads on: as if it had been asked
         if not data:
