@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +53,7 @@ class ShapedHosts:
             _run(["ip", "link", "add", self._bridge, "type", "bridge"])
             _run(["ip", "link", "set", self._bridge, "up"])
             for i in range(self.number):
+                self._add_names(f"hvps{mark}-{i}")
                 self._add(i, f"hvps{mark}-{i}", f"hv{mark}-{i}")
         except BaseException:
             self.__exit__(None, None, None)
@@ -69,12 +72,55 @@ class ShapedHosts:
         _run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape])
         _run(["tc", "qdisc", "add", "dev", link, *shape])
 
+    def _add_names(self, namespace: str) -> None:
+        """`ip netns exec` shows this file as /etc/hosts."""
+        names = [f"{self.address(i)} {self.name(i)}" for i in range(self.number)]
+        folder = Path("/etc/netns") / namespace
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+
+    def name(self, index: int) -> str:
+        """As the hosts know each other."""
+        return f"hv{index}"
+
     def address(self, index: int) -> str:
         return f"{NETWORK}.{index + 1}"
 
     def popen(self, index: int, command: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
         """Start a command on a host."""
-        return subprocess.Popen(["ip", "netns", "exec", self._names[index], *command], **keywords)
+        return subprocess.Popen(self.command(index, command), **keywords)
+
+    def command(self, index: int, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` on a host, which has a name of its own."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name(index)]
+        return ["ip", "netns", "exec", self._names[index], *named, *command]
+
+    def make_ssh(self, path: Path) -> None:
+        """Write a program that stands for ssh between the hosts, by name or address.
+
+        Options are passed over. Unknown hosts end as with ssh: exit code 255, and a word why.
+        """
+        cases = [
+            f"{self.name(i)}|{self.address(i)}) set -- {shlex.join(self.command(i, ['sh', '-c']))}"
+            ' "$*" ;;'
+            for i in range(self.number)
+        ]
+        skip = (
+            "while :; do case $1 in -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;; -*) shift ;; *) break ;;"
+            " esac; done"
+        )
+        unknown = '*) echo "ssh: Could not resolve hostname $host" >&2; exit 255 ;;'
+        lines = ["#!/bin/sh", skip, "host=$1; shift", 'case "$host" in', *cases, unknown, "esac"]
+        path.write_text("\n".join([*lines, 'exec "$@"', ""]))
+        path.chmod(0o755)
+
+    def cut(self, index: int) -> None:
+        """Take a host's link down."""
+        _run(["ip", "-n", self._names[index], "link", "set", "eth0", "down"])
+
+    def heal(self, index: int) -> None:
+        """Take it up again."""
+        _run(["ip", "-n", self._names[index], "link", "set", "eth0", "up"])
 
     def bytes_of(self, index: int) -> tuple[int, int]:
         """Bytes that a host has received and sent, as its interface counts them."""
@@ -92,6 +138,7 @@ class ShapedHosts:
         for name in self._names:
             with suppress(subprocess.CalledProcessError):
                 _run(["ip", "netns", "del", name])
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         with suppress(subprocess.CalledProcessError):
             _run(["ip", "link", "del", self._bridge])
 
