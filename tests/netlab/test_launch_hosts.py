@@ -92,7 +92,10 @@ def test_without_hvps_launch(on_first: Run, program: str) -> None:
     ("arguments", "says"),
     [
         (["-H", "hv0:1,nowhere:1", ALLREDUCE], "nowhere does not answer.*Could not resolve"),
-        (["-H", "hv0:1,nowhere:1", PS, "backend.num_ps=1", "backend.num_workers=1"], "nowhere does not answer"),
+        (
+            ["-H", "hv0:1,nowhere:1", PS, "backend.num_ps=1", "backend.num_workers=1"],
+            "nowhere does not answer",
+        ),
         (["-H", "hv0:1,hv1:1", "--network", "lo", ALLREDUCE], "share no network that is lo"),
         (["-H", "hv0:1,hv1:1", "-np", "4", ALLREDUCE], "4 processes for 2 slots"),
     ],
