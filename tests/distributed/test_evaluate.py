@@ -108,7 +108,9 @@ def test_three_ranks_agree_with_scikit_learn(jobs: Jobs) -> None:
 
 
 @pytest.mark.timeout(3 * TIMEOUT)
-@pytest.mark.parametrize("number", [0, 3], ids=["local", "allreduce 3"])
+@pytest.mark.parametrize(
+    "number", [0, pytest.param(3, marks=pytest.mark.slow)], ids=["local", "allreduce 3"]
+)
 def test_the_last_checkpoint_gives_the_result_of_training(
     jobs: Jobs, tmp_path: Path, number: int
 ) -> None:

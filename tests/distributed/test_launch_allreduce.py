@@ -45,7 +45,7 @@ def wait_until_saved(job: Job) -> None:
     ("number", "code", "name"),
     [
         (signal.SIGTERM, 143, "SIGTERM"),
-        (signal.SIGUSR1, 143, "SIGTERM"),
+        pytest.param(signal.SIGUSR1, 143, "SIGTERM", marks=pytest.mark.slow),
         (signal.SIGINT, 130, "SIGINT"),
     ],
 )
@@ -122,7 +122,10 @@ def test_a_killed_mpirun_leaves_no_ranks_in_the_way(jobs: Jobs) -> None:
 
 
 @pytest.mark.timeout(3 * TIMEOUT)
-@pytest.mark.parametrize("elastic", [[], ["--elastic", "2:3", "train.global_batch=17"]])
+@pytest.mark.parametrize(
+    "elastic",
+    [pytest.param([], marks=pytest.mark.slow), ["--elastic", "2:3", "train.global_batch=17"]],
+)
 def test_a_killed_rank_brings_the_job_back(jobs: Jobs, tmp_path: Path, elastic: list[str]) -> None:
     ranks = elastic or ["-np", "2"]
     job = jobs(launch("--max-restarts", "1", *ranks), env=PAUSE)

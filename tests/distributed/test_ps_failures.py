@@ -322,7 +322,7 @@ def test_sync_ends_with_a_worker_that_fails(staged: Clusters) -> None:
     ("name", "arguments"),
     [
         ("ps 0", []),
-        ("ps 1", []),
+        pytest.param("ps 1", [], marks=pytest.mark.slow),
         pytest.param("worker 1", [SYNC], marks=pytest.mark.slow),
         pytest.param("worker 0", [], marks=pytest.mark.slow),
     ],
@@ -357,8 +357,8 @@ def test_a_task_that_stands_still_ends_all(
     ("missing", "arguments"),
     [
         ("ps 1", []),
-        ("worker 0", []),
-        ("worker 2", [SYNC]),
+        pytest.param("worker 0", [], marks=pytest.mark.slow),
+        pytest.param("worker 2", [SYNC], marks=pytest.mark.slow),
         pytest.param("worker 2", [SYNC, IN_GRAPH], marks=pytest.mark.slow),
     ],
 )

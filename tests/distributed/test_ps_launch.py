@@ -278,7 +278,9 @@ def started(jobs: Jobs) -> Callable[..., dict[str, Job]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("by", ["TF_CONFIG", "backend.cluster"])
+@pytest.mark.parametrize(
+    "by", ["TF_CONFIG", pytest.param("backend.cluster", marks=pytest.mark.slow)]
+)
 def test_tasks_that_were_started_one_by_one(
     started: Callable[..., dict[str, Job]], tmp_path: Path, by: str
 ) -> None:

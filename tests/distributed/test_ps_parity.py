@@ -70,7 +70,9 @@ def differences(reference: Path, runs: Path, names: list[str], suffix: str) -> d
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+    "replication", ["between_graph", pytest.param("in_graph", marks=pytest.mark.slow)]
+)
 def test_all_cases_with_one_and_two_workers(
     reference: Path, tmp_path: Path, replication: str
 ) -> None:

@@ -24,7 +24,9 @@ COMMON = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "engine"), [(2, "horovod"), (4, "mpi")])
+@pytest.mark.parametrize(
+    ("ranks", "engine"), [(2, "horovod"), pytest.param(4, "mpi", marks=pytest.mark.slow)]
+)
 def test_each_example_once_per_epoch(tmp_path: Path, ranks: int, engine: str) -> None:
     cases = {f"{kind}-{epochs}": [f"task_args.kind={kind}", f"train.epochs={epochs}"]
              for kind in KINDS for epochs in (1, 3)}  # fmt: skip
