@@ -21,7 +21,7 @@ IN_VENV = exec env PATH="$$PWD/.venv/bin:$$PATH"
 NP ?= 2
 CONFIG ?= configs/allreduce.yaml
 
-.PHONY: help install train ps-demo test test-all test-quick test-netlab torture parity lint bench bench-ps bench-network clean
+.PHONY: help install train ps-demo test test-all test-quick test-netlab torture parity lint bench bench-ps bench-network container container-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +72,12 @@ test-netlab: install ## the tests that need root and network namespaces
 
 torture: install ## kill and stop jobs at random and chosen instants, some hours (ARGS= for the kills)
 	@$(IN_VENV) sh -c 'python -m tests.torture.kills "$$@" && python -m tests.torture.matrix' torture $(ARGS)
+
+container: ## build the container image by buildah (BASE=, IMAGE=, STORAGE=; see tools/container.sh)
+	@exec tools/container.sh build
+
+container-test: ## run the unit tests and a training with 2 ranks in that image
+	@exec tools/container.sh test
 
 clean: ## remove .venv and build leftovers; runs/ and the wheel cache stay
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
