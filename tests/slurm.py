@@ -1,4 +1,4 @@
-"""A SLURM of this machine alone, for the tests: its real daemons, with files and ports of their own."""
+"""A SLURM of this machine alone, for the tests: real daemons, with files and ports of their own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _path() -> str:
 class Slurm:
     """It runs while the context lasts.
 
-    Partitions: "reachable", two nodes whose names resolve; "named", two nodes whose names only
+    Partitions: "reachable", this host under its own name; "named", two nodes whose names only
     SLURM knows, so that nothing but srun starts a process on them.
     """
 
@@ -59,7 +59,7 @@ class Slurm:
 
     def _start(self) -> None:
         host = socket.gethostname()
-        nodes = ["localhost", "127.0.0.2", "hvps0", "hvps1"]
+        nodes = [host, "hvps0", "hvps1"]  # Debian's has one daemon per name of a host
         control, *ports = free_ports(1 + len(nodes))
         munge = self.folder / "munge"
         munge.mkdir(mode=0o755)
@@ -90,10 +90,10 @@ class Slurm:
             "SchedulerParameters=sched_interval=1,bf_interval=1",
             "MailProg=/bin/true",
             *(
-                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={_CPUS}"
+                f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={_CPUS}"
                 for name, port in zip(nodes, ports, strict=True)
             ),
-            f"PartitionName=reachable Nodes={nodes[0]},{nodes[1]} Default=YES State=UP",
+            f"PartitionName=reachable Nodes={host} Default=YES State=UP",
             "PartitionName=named Nodes=hvps[0-1] State=UP",
         ]
         (self.folder / "state").mkdir()
@@ -104,7 +104,8 @@ class Slurm:
         for name in nodes:
             (self.folder / f"spool-{name}").mkdir()
             self._daemon("slurmd", "-D", "-N", name, label=f"slurmd-{name}")
-        self._wait(lambda: self._tool("sinfo", "-h", "-N", "-o", "%t") == ["idle"] * 4, "idle nodes")
+        idle = ["idle"] * len(nodes)
+        self._wait(lambda: self._tool("sinfo", "-h", "-N", "-o", "%t") == idle, "idle nodes")
 
     def _daemon(self, program: str, *options: str, label: str | None = None) -> None:
         found = shutil.which(program, path=_path())
@@ -148,7 +149,8 @@ class Slurm:
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 60
         while not condition():
-            if time.monotonic() > deadline:
+            dead = any(job.process.poll() is not None for job in self._jobs)
+            if dead or time.monotonic() > deadline:
                 logs = "\n".join(f"--- {job.output_path.name}\n{job.output}" for job in self._jobs)
                 raise AssertionError(f"no {what}:\n{logs}")
             time.sleep(0.1)
