@@ -62,6 +62,7 @@ def test_steps_of_the_dead_are_given_to_others() -> None:
     rest = [step_of(run, 0), step_of(run, 0), step_of(run, 0)]
     assert sorted([*mine, lost[0], *rest]) == list(range(6))
     assert run.claim(0) == {"end": None}
+    assert run.summary()["unreported"] == [lost[0]]
 
 
 def test_the_chief_waits_for_those_whose_steps_it_might_have_to_take() -> None:
@@ -243,7 +244,7 @@ def test_a_hold_waits_for_all_steps_before_it() -> None:
     assert run.held(0) is None
     run.report(1, done())
     assert run.held(1) is None  # it is worker 0 that saves
-    assert run.held(0) == {"step": 3, "examples": 24, "by_worker": [1, 2]}
+    assert run.held(0) == {"step": 3, "examples": 24, "unreported": [], "by_worker": [1, 2]}
     run.release()
     assert run.held(1) == {}
     assert step_of(run, 1) == 3
@@ -255,7 +256,7 @@ def test_a_hold_later_on_lets_the_steps_before_it_begin() -> None:
     assert [step_of(run, 1), step_of(run, 1)] == [0, 1]
     assert run.claim(0) == {"hold": 2}
     run.report(1, done(2))
-    assert run.held(0) == {"step": 2, "examples": 8, "by_worker": [0, 2]}
+    assert run.held(0) == {"step": 2, "examples": 8, "unreported": [], "by_worker": [0, 2]}
 
 
 def test_a_hold_counts_the_steps_of_earlier_lives() -> None:
@@ -264,7 +265,7 @@ def test_a_hold_counts_the_steps_of_earlier_lives() -> None:
     run.hold_at(7)
     run.report(0, done())
     assert run.claim(0) == {"hold": 7}
-    assert run.held(0) == {"step": 7, "examples": 8, "by_worker": [3, 4]}
+    assert run.held(0) == {"step": 7, "examples": 8, "unreported": [], "by_worker": [3, 4]}
 
 
 def test_a_lost_workers_steps_are_done_before_a_hold() -> None:
@@ -281,7 +282,7 @@ def test_a_lost_workers_steps_are_done_before_a_hold() -> None:
     run.report(0, done())
     answer = run.held(0)
     assert answer is not None
-    assert (answer["step"], answer["by_worker"]) == (3, [2, 1])
+    assert (answer["step"], answer["by_worker"], answer["unreported"]) == (3, [2, 1], [0])
 
 
 def test_a_lost_worker_is_not_waited_for_at_a_hold() -> None:
@@ -290,7 +291,7 @@ def test_a_lost_worker_is_not_waited_for_at_a_hold() -> None:
     run.hold_at(1)
     run.report(0, done())
     run.lose(1, applied=0)
-    assert run.held(0) == {"step": 1, "examples": 8, "by_worker": [1, 0]}
+    assert run.held(0) == {"step": 1, "examples": 8, "unreported": [], "by_worker": [1, 0]}
 
 
 def test_a_stop_ends_a_hold() -> None:
@@ -340,7 +341,7 @@ def test_a_bounded_worker_that_others_wait_for_is_not_held() -> None:
     assert run.held(1) is None
     run.report(0, done())
     assert run.claim(0) == {"hold": 3}
-    assert run.held(0) == {"step": 3, "examples": 24, "by_worker": [2, 1]}
+    assert run.held(0) == {"step": 3, "examples": 24, "unreported": [], "by_worker": [2, 1]}
 
 
 @dataclass

@@ -295,7 +295,7 @@ class PsBackend:
         answer = self._call("held", done=self._reports.take())
         if self._chief and "step" in answer:
             by_worker = answer["by_worker"]
-            self._call_boundary(answer["step"], answer["examples"], by_worker)
+            self._call_boundary(answer["step"], self._examples_of(answer), by_worker)
             self._control.call("release", number=self._run)
             if self._boundaries.due(None):  # asked for meanwhile, and released with this one
                 self._control.call("hold", number=self._run, step=0)
@@ -331,6 +331,11 @@ class PsBackend:
             self._start.examples + examples,
             tuple(by_worker) if by_worker is not None and len(by_worker) > 1 else None,
         )
+
+    def _examples_of(self, answer: dict[str, Any]) -> int:
+        """All that were trained on in this life, those included whose worker died before it could
+        say so."""
+        return answer["examples"] + sum(map(self._feed.examples_in, answer["unreported"]))
 
     def _snapshot(self) -> dict[str, np.ndarray]:
         """The whole state, while the eager model may be in use."""
@@ -448,7 +453,9 @@ class PsBackend:
         reported = 0 if self._rounds else int(self._summary["steps"]) - counted
         self._lost = max(counted - (min(iterations) - self._iterations_before), reported, 0)
         by_worker = None if self._rounds else self._summary["worker_steps"]
-        self._position = self._position_at(self._steps, self._summary["examples"], by_worker)
+        self._position = self._position_at(
+            self._steps, self._examples_of(self._summary), by_worker
+        )
 
     def finalize(self) -> None:
         if self._chief:

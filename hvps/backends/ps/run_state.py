@@ -61,6 +61,7 @@ class RunState:
         self.staleness: Counter[int] = Counter()
         self.examples = self.steps = 0
         self.loss_sum = 0.0
+        self.unreported: list[int] = []  # steps that were applied, by workers that died too soon
         self._count = sum(self.limits) if self.limits else self.total  # not synchronous: of steps
         self._next = self.start
         for state, done in zip(self.workers, self._done_before(), strict=True):
@@ -133,7 +134,8 @@ class RunState:
 
         Returns:
             {}: ask for steps again; to worker 0, when all steps before the hold are done, which
-            step that is, the examples and each worker's steps; None: wait.
+            step that is, the examples reported, the steps that were not, and how many each worker
+            has done; None: wait.
         """
         if self.hold is None or self.stopped_by or self._returned:
             return {}
@@ -144,7 +146,12 @@ class RunState:
         if any(w.active and len(w.claimed) > w.finished for w in self.workers):
             return None
         by_worker = [w.finished for w in self.workers]
-        return {"step": self.hold, "examples": self.examples, "by_worker": by_worker}
+        return {
+            "step": self.hold,
+            "examples": self.examples,
+            "unreported": self.unreported,
+            "by_worker": by_worker,
+        }
 
     def _claim_round(self, state: WorkerState, worker: int) -> dict[str, Any] | None:
         step = len(state.claimed)
@@ -257,7 +264,8 @@ class RunState:
             done = max(applied, state.finished)
             self._returned.extend(state.claimed[done:])
             del state.claimed[done:]
-            self.steps += done - state.finished  # what it did not live to report
+            self.unreported += state.claimed[state.finished :]
+            self.steps += done - state.finished
             state.finished = done
 
     def stop(self, reason: str) -> None:
@@ -289,6 +297,7 @@ class RunState:
         return {
             "steps": self.steps,
             "examples": self.examples,
+            "unreported": self.unreported,
             "staleness_histogram": {str(k): self.staleness[k] for k in sorted(self.staleness)},
             "staleness_mean": round(mean, 4),
             "staleness_max": max(self.staleness, default=0),
