@@ -80,11 +80,11 @@ class Probes:
         self.facts = self._answers(list(self._processes))
         return self
 
-    def ask(self, questions: Mapping[str, object]) -> dict[str, Any]:
-        """Ask some hosts at the same time; the answers of those that answer."""
+    def ask(self, questions: Mapping[str, object], seconds: float | None = None) -> dict[str, Any]:
+        """Ask some hosts at the same time; the answers of those that answer in time."""
         for host, question in questions.items():
             self._send(host, json.dumps(question))
-        return self._answers(list(questions))
+        return self._answers(list(questions), seconds)
 
     def _send(self, host: str, text: str) -> None:
         stdin = self._processes[host].stdin
@@ -93,10 +93,11 @@ class Probes:
             stdin.write(text.encode() + b"\n")
             stdin.flush()
 
-    def _answers(self, hosts: Sequence[str]) -> dict[str, Any]:
+    def _answers(self, hosts: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
         """A line of each, until the deadline; why not is kept in `silent`."""
         answers: dict[str, Any] = {}
-        deadline = time.monotonic() + self._seconds
+        seconds = self._seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for host in hosts:
                 selector.register(self._processes[host].stdout, selectors.EVENT_READ, host)  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ class Probes:
                         self.silent[key.data] = self._last_words(key.data)
                     selector.unregister(key.fileobj)
             for key in selector.get_map().values():
-                self.silent[key.data] = f"no answer in {self._seconds:g} s"
+                self.silent[key.data] = f"no answer in {seconds:g} s"
         return answers
 
     def _answer_in(self, host: str, data: bytes) -> Any:

@@ -7,6 +7,8 @@ only, and nothing of hvps. It prints one line of JSON for each question, and end
     {"connect": [...]}        → which of the others it reaches, by which of their addresses
     {"resolve": [...]}        → the names that mean nothing here
     {"ports": n}              → free ports
+    {"measure": [...]}        → latency and bandwidth of a connection to another
+    {"describe": true}        → what a diagnosis shows beside: libraries as loaded, MPI, memory
 """
 
 from __future__ import annotations
@@ -17,15 +19,22 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import socket
 import struct
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
 CONNECT_S = 4.0
+MEASURE_S = 0.5
+LOAD_S = 60.0
+_LAST = 255  # the last byte of what is sent to measure
 _GET_ADDRESS, _GET_NETMASK, _GET_FLAGS = 0x8915, 0x891B, 0x8913  # ioctl(2) of Linux: SIOCGIF...
 _UP = 0x41  # and running
 
@@ -43,6 +52,10 @@ def main() -> None:
             _say(connect_all(question["connect"]))
         elif "resolve" in question:
             _say([name for name in question["resolve"] if not resolves(name)])
+        elif "measure" in question:
+            _say(measure(*question["measure"]))
+        elif "describe" in question:
+            _say(describe())
         else:
             _say(free_ports(question["ports"]))
 
@@ -124,8 +137,20 @@ def _answer(listener: socket.socket, token: str) -> None:
     """Say who this is to each that connects: another host may have the same address."""
     while True:
         connection, _ = listener.accept()
-        with connection, suppress(OSError):
-            connection.sendall(token.encode())
+        threading.Thread(target=_greet, args=(connection, token), daemon=True).start()
+
+
+def _greet(connection: socket.socket, token: str) -> None:
+    """Then send back each small message, and count what follows a large one's announcement."""
+    with connection, suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{token}\n".encode())
+        buffer = memoryview(bytearray(1 << 18))
+        while (count := connection.recv_into(buffer)) == 1:
+            connection.sendall(buffer[:1])
+        while count and buffer[count - 1] != _LAST:
+            count = connection.recv_into(buffer)
+        connection.sendall(b"!")
 
 
 def connect_all(peers: list[tuple[str, int, str]]) -> list[str | None]:
@@ -140,12 +165,116 @@ def _connect(peer: tuple[str, int, str]) -> str | None:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
             connection.settimeout(CONNECT_S)
             with connection.makefile() as file:
-                said = file.read()
+                said = file.readline().strip()
         return None if said == token else "another host answers there"
     except TimeoutError:
         return f"no answer in {CONNECT_S:g} s"
     except OSError as err:
         return os.strerror(err.errno) if err.errno else str(err)
+
+
+def measure(address: str, port: int) -> dict[str, float]:
+    """Of a TCP connection: median round trip of a byte in seconds, and bytes per second one way."""
+    with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+        connection.settimeout(2 * CONNECT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while not connection.recv(4096).endswith(b"\n"):
+            pass
+        trips = sorted(_seconds(lambda: _ask(connection, b"?")) for _ in range(51))
+        block, sent = bytes(1 << 18), 0
+        began = time.perf_counter()
+        while time.perf_counter() - began < MEASURE_S:
+            connection.sendall(block)
+            sent += len(block)
+        _ask(connection, bytes([_LAST]))  # all has arrived
+        return {"latency": trips[25], "bandwidth": sent / (time.perf_counter() - began)}
+
+
+def _ask(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(message)
+    if not connection.recv(1):
+        raise ConnectionError("the connection was closed")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def describe() -> dict[str, object]:
+    """What is not needed to decide whether a job can run, and takes seconds to find out."""
+    mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    program = mpirun if os.path.exists(mpirun) else shutil.which("mpirun")
+    horovodrun = os.path.join(os.path.dirname(sys.executable), "horovodrun")
+    memory = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        ports = [int(number) for number in file.read().split()]
+    return {
+        "executable": sys.executable,
+        "mpirun": program,
+        "mpi": _first_line([program, "--version"]) if program else None,
+        "horovodrun": horovodrun if os.path.exists(horovodrun) else shutil.which("horovodrun"),
+        "shm": None if memory is None else [memory.total, memory.free],
+        "ports": ports,
+        "loaded": _loaded(),
+    }
+
+
+def _first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return lines[0] if lines else None
+
+
+# In a process of its own: a broken library may crash it.
+_LOAD = """
+import json, os
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+found = {}
+try:
+    import tensorflow as tf
+    found["tensorflow"] = tf.__version__
+    found["gpus"] = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name)
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
+except Exception as err:
+    found["tensorflow_error"] = f"{type(err).__name__}: {err}"
+try:
+    import horovod.tensorflow as hvd
+    built = {"MPI": hvd.mpi_built, "Gloo": hvd.gloo_built, "NCCL": hvd.nccl_built}
+    found["horovod"] = [name for name, is_built in built.items() if is_built()]
+except ImportError as err:
+    found["horovod_error"] = str(err)
+except Exception as err:
+    found["horovod_error"] = f"{type(err).__name__}: {err}"
+print(json.dumps(found))
+"""
+
+
+def _loaded() -> dict[str, object]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD],
+            capture_output=True,
+            text=True,
+            timeout=LOAD_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {"tensorflow_error": f"its import takes more than {LOAD_S:g} s"}
+    try:
+        loaded: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return {"tensorflow_error": f"exit code {done.returncode}: {last}"}
+    return loaded
 
 
 def resolves(name: str) -> bool:

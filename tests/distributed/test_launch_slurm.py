@@ -90,7 +90,7 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-@BOTH
+@pytest.mark.parametrize("kind", ["allreduce", pytest.param("ps", marks=pytest.mark.slow)])
 @pytest.mark.timeout(3 * TIMEOUT)
 def test_a_job_is_interrupted_and_goes_on(
     sbatch: Callable[..., Job], tmp_path: Path, kind: str

@@ -234,6 +234,7 @@ def test_async_workers_come_back_fail_and_come_twice(staged: Clusters) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_async_goes_on_without_a_worker_that_stands_still(staged: Clusters) -> None:
     """Wherever it stands in its step: it holds no lock meanwhile. After the deadline it is given
     up, and when it goes on, it ends."""
@@ -267,7 +268,7 @@ def test_async_goes_on_without_a_worker_that_stands_still(staged: Clusters) -> N
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_ps_ends_all(staged: Clusters, index: int) -> None:
     cluster = staged(2, 2, ENDLESS)
     cluster.start_all()
@@ -289,7 +290,12 @@ def test_a_killed_chief_ends_all(staged: Clusters) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "arguments", [[SYNC], [IN_GRAPH, SYNC], pytest.param([IN_GRAPH], marks=pytest.mark.slow)]
+    "arguments",
+    [
+        [SYNC],
+        pytest.param([IN_GRAPH, SYNC], marks=pytest.mark.slow),
+        pytest.param([IN_GRAPH], marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_worker_ends_all_who_wait_for_it(staged: Clusters, arguments: list[str]) -> None:
     cluster = staged(1, 2, [*ENDLESS, *arguments])
@@ -409,7 +415,9 @@ def test_others_train_without_a_worker_that_never_comes(staged: Clusters) -> Non
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("arguments", [[SYNC], ["backend.update=bounded"]])
+@pytest.mark.parametrize(
+    "arguments", [[SYNC], pytest.param(["backend.update=bounded"], marks=pytest.mark.slow)]
+)
 def test_a_late_worker_joins_at_once(staged: Clusters, arguments: list[str]) -> None:
     """The ps come after the chief, and the other worker when the chief waits for it."""
     cluster = staged(1, 2, [*COMMON, *arguments, "train.steps=60"])

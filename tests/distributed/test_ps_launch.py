@@ -117,7 +117,8 @@ def test_hvps_launch_ends_with_a_killed_worker(jobs: Jobs) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("update", ["async", pytest.param("bounded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["async", "bounded"])
 def test_hvps_launch_goes_on_without_an_asynchronous_worker(jobs: Jobs, update: str) -> None:
     job = jobs(hvps_launch(*STAGED, "train.steps=50", f"backend.update={update}"), env=PAUSE)
     wait_until_training(job)
@@ -133,6 +134,7 @@ def test_hvps_launch_goes_on_without_an_asynchronous_worker(jobs: Jobs, update: 
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_hvps_launch_starts_a_killed_ps_again_alone(jobs: Jobs) -> None:
     """The workers begin anew in place: they keep their process ids."""
     options = ["--max-restarts", "2", "train.steps=60", "checkpoint.every_steps=10"]

@@ -65,6 +65,7 @@ def test_no_update_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_every_optimizer(tmp_path: Path) -> None:
     """One worker that updates alone, on two ps, is one process: whatever state an optimizer has."""
     common = ["task=tests.tasks:Regression", "train.steps=20", "train.global_batch=40"]

@@ -94,7 +94,7 @@ def test_a_run_that_was_stopped_ends_bit_equal_to_one_that_was_not(
         pytest.param("allreduce 2", "allreduce 4", 1e-6, marks=pytest.mark.slow),
         pytest.param("allreduce 4", "local", 1e-6, marks=pytest.mark.slow),
         ("allreduce 2", "ps 2 2", 1e-6),
-        ("ps 2 2", "ps 3 2", 0.0),
+        pytest.param("ps 2 2", "ps 3 2", 0.0, marks=pytest.mark.slow),
         pytest.param(
             "ps 2 2 backend.replication=in_graph", "allreduce 2", 1e-6, marks=pytest.mark.slow
         ),
@@ -177,6 +177,7 @@ def test_a_task_that_was_killed_comes_back_and_nothing_is_lost(
 
 
 @pytest.mark.timeout(2 * TIMEOUT)
+@pytest.mark.slow
 def test_a_task_that_does_not_come_back_is_named_in_time(tmp_path: Path) -> None:
     arguments = [*TASK, "run.name=parts", "train.epochs=1000", "backend.restarts=5"]
     arguments += ["backend.stall_timeout=15", "train.eval_every=0"]

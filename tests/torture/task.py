@@ -52,6 +52,17 @@ def _is_root() -> bool:
     ]
 
 
+def _stay_until_go() -> None:
+    leave = os._exit
+
+    def leave_later(code: int) -> None:
+        _wait_for_go()
+        leave(code)
+
+    atexit.register(_wait_for_go)
+    os._exit = leave_later  # type: ignore[assignment]  # how a task of a cluster ends
+
+
 class Instants(Resumable):
     """Resumable without BatchNormalization and dropout, which stops at an instant."""
 
@@ -61,7 +72,7 @@ class Instants(Resumable):
     def build_model(self) -> keras.Model:
         at("before")
         if os.environ.get("HVPS_TEST_INSTANT") == "end" and not _is_root():
-            atexit.register(_wait_for_go)  # else it may have ended before the root is at its end
+            _stay_until_go()  # else it may have ended before the root is at its end
         model = super().build_model()
         save = model.save
 
