@@ -29,6 +29,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["hvps", "hvps.*"]),
+    package_data={"hvps.backends": ["*.conf"]},
     install_requires=[
         "numpy>=1.26",
         "keras>=3.12",

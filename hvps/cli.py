@@ -1,4 +1,4 @@
-"""hvps train | launch | eval | checkpoints | config: the command line program."""
+"""hvps train | launch | doctor | eval | checkpoints | config: the command line program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ One trainer for Keras 3 models on one process or many.
 
 commands:
   train        train a model; the same as python -m hvps.train
-  launch       train in several processes on this machine, watched and brought back
+  launch       train in several processes, on this machine or many, watched and brought back
+  doctor       find out whether training can run here or on several hosts, and if not, why
   eval         evaluate a checkpoint of a run; the same as python -m hvps.evaluate
   checkpoints  list the checkpoints of a run, and whether they are whole
   config       print the configuration that would be used, and where each value comes from
@@ -25,7 +26,7 @@ options:
   --help     this text; hvps COMMAND --help lists all keys
   --version  the version
 """
-_COMMANDS = ("train", "launch", "eval", "checkpoints", "config")
+_COMMANDS = ("train", "launch", "doctor", "eval", "checkpoints", "config")
 _MAX_COLUMN = 44
 
 
@@ -62,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hvps.launcher import launch
 
             return launch(arguments[1:])
+        if command == "doctor":
+            from hvps import doctor
+
+            return doctor.main(arguments[1:])
         if command == "config":
             return _print_config(arguments[1:])
         raise _unknown_command(command)

@@ -177,6 +177,27 @@ def _for_launch(config: str | None, overrides: list[str], options: dict[str, str
     )
 
 
+def hosts_and_network(argv: Sequence[str], prog: str) -> tuple[list[Host], str | None]:
+    """Of a command that takes `-H`, `--hostfile` and `--network` only.
+
+    Raises:
+        ConfigError: something else is there, or they are wrong.
+    """
+    options: dict[str, str] = {}
+    rest = iter(argv)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name not in ("-H", "--hostfile", "--network"):
+            raise ConfigError(
+                f"{argument}: unknown argument",
+                rule="-H, --hostfile, --network, --json and --help",
+                received=f"{argument} (command line)",
+                do=f"see {prog} --help",
+            )
+        options[name] = value if equals else next(rest, "")
+    return _hosts(options), _network(options)
+
+
 def _hosts(options: dict[str, str]) -> list[Host]:
     if "-H" in options and "--hostfile" in options:
         raise ConfigError(

@@ -166,22 +166,24 @@ def check_hosts(probes: Probes, hosts: Sequence[str], wanted: str | None, engine
     Raises:
         InvalidConfigError: names each host that cannot take part, and why.
     """
-    problems = [
-        Problem(
-            f"-H: {host} does not answer",
-            "each host runs a command by ssh, without a password",
-            f"ssh {host}: {why}",
-            f"make `ssh {host} true` work, or leave the host out",
-        )
-        for host, why in probes.silent.items()
-    ]
-    problems += different_hosts(probes.facts, engine)
+    problems = [*silent_hosts(probes), *different_hosts(probes.facts, engine)]
     if problems:
         raise InvalidConfigError(problems)
     network, problems = choose_network(probes, hosts, wanted)
     if network is None or problems:
         raise InvalidConfigError(problems)
     return network
+
+
+def silent_hosts(probes: Probes) -> Iterator[Problem]:
+    """Hosts that do not answer, and why."""
+    for host, why in probes.silent.items():
+        yield Problem(
+            f"-H: {host} does not answer",
+            "each host runs a command by ssh, without a password",
+            f"ssh {host}: {why}",
+            f"make `ssh {host} true` work, or leave the host out",
+        )
 
 
 def different_hosts(facts: Mapping[str, Mapping[str, Any]], engine: str) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ class Policy:
         max_restarts: of all tasks together.
         dispensable: tasks without which the others go on.
         stopped_after: seconds after which a task that stands still (SIGSTOP) counts as dead, where
-            it may be started again.
+            it may be started again or all who train stand still.
         note: called for each restart, before it; may give another command for the task.
         not_ready: why a task cannot run now, if so: asked before it is started again, and, while it
             has reported an error and does not end, whether it ever will.
@@ -263,11 +263,21 @@ class Supervisor:
         return False
 
     def _note_stopped(self) -> None:
-        """A process that was stopped never ends; the others cannot wait for it for ever."""
+        """A process that was stopped never ends; the others cannot wait for it for ever.
+
+        Where it would not be started again, the tasks notice it themselves, and say more about it;
+        unless all who train have ended but those that stand still.
+        """
         now = time.monotonic()
-        if self._restarts >= self._policy.max_restarts or now < self._looked_at:
+        if now < self._looked_at:
             return
         self._looked_at = now + _LOOK_FOR_STOPPED_S
+        workers = [p for name, p in self._running.items() if not name.startswith("ps ")]
+        if self._restarts >= self._policy.max_restarts and not (
+            workers and all(is_stopped(process.pid) for process in workers)
+        ):
+            self._stopped_since.clear()
+            return
         for name, process in self._running.items():
             if not is_stopped(process.pid):
                 self._stopped_since.pop(name, None)

@@ -139,6 +139,16 @@ def test_no_grace_for_one_that_stands_still(tmp_path: Path) -> None:
     assert Supervisor(commands, grace=3600.0, kill_after=3600.0).run() == 1
 
 
+def test_the_last_one_stands_still(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody is left who would notice."""
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    waits = [*python(WAITS), str(tmp_path / "never")]
+    commands = {"ps 0": waits, "worker 0": python(""), "worker 1": python(stops)}
+    policy = Policy(stopped_after=0.1)
+    assert Supervisor(commands, policy=policy, grace=0.2).run() == 128 + signal.SIGKILL
+    assert "worker 1 has stood still for 0.1 s" in capfd.readouterr().err
+
+
 def when(condition: Callable[[], bool], number: int) -> None:
     """Send this process a signal as soon as the condition holds."""
 

@@ -453,9 +453,7 @@ class PsBackend:
         reported = 0 if self._rounds else int(self._summary["steps"]) - counted
         self._lost = max(counted - (min(iterations) - self._iterations_before), reported, 0)
         by_worker = None if self._rounds else self._summary["worker_steps"]
-        self._position = self._position_at(
-            self._steps, self._examples_of(self._summary), by_worker
-        )
+        self._position = self._position_at(self._steps, self._examples_of(self._summary), by_worker)
 
     def finalize(self) -> None:
         if self._chief:

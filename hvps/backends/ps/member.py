@@ -55,7 +55,7 @@ class Member:
         tasks = cluster.tasks
         assert tasks is not None, "the cluster's addresses are known before it is started"
         timeout = config.backend.stall_timeout
-        server = _start_server(config, cluster, tasks)
+        server = start_server(config, cluster, tasks)
         coordinator = None
         if cluster.role == "ps" and cluster.rank == 0:
             host, _ = split_address(tasks.ps[0])
@@ -139,7 +139,7 @@ def cluster_definition(tasks: Tasks) -> Any:
     return tf.train.ClusterSpec({"ps": list(tasks.ps), "worker": list(tasks.worker)})
 
 
-def _start_server(config: Config, cluster: Cluster, tasks: Tasks) -> Any:
+def start_server(config: Config, cluster: Cluster, tasks: Tasks) -> Any:
     address = (tasks.ps if cluster.role == "ps" else tasks.worker)[cluster.rank]
     host, port = split_address(address)
     threads = threads_per_rank(cluster)
