@@ -136,7 +136,7 @@ class BackendConfig(Section):
         default="auto",
         min_length=1,
         max_length=15,
-        description="TCP congestion control by which servers send: system, a name that the kernel"
+        description="TCP congestion control by which processes send: system, a name that the kernel"
         " knows, or auto: the system's, but not BBR where Cubic or Reno can be had",
     )
 

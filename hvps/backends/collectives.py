@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvps.backends.congestion import choose, new_connections_use
 from hvps.backends.watchdog import Watchdog
 from hvps.cluster import Cluster
 from hvps.errors import ConfigError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from hvps.config import Config
+
+_FIRST_SUM = 1 << 18  # numbers; large enough to be summed as gradients are
 
 
 class Collectives(Protocol):
@@ -99,8 +102,9 @@ def make_collectives(config: Config, cluster: Cluster, watchdog: Watchdog) -> Co
     engine, timeout = config.backend.engine, config.backend.stall_timeout
     if engine == "auto" and cluster.size == 1:
         return SingleProcess()
+    congestion = choose(config.backend.congestion_control)
     collectives: Collectives
-    with watchdog.waiting("all ranks to start"):
+    with watchdog.waiting("all ranks to start"), new_connections_use(congestion):
         if engine == "horovod" or (engine == "auto" and importlib.util.find_spec("horovod")):
             from hvps.backends.horovod import HorovodCollectives
 
@@ -109,6 +113,9 @@ def make_collectives(config: Config, cluster: Cluster, watchdog: Watchdog) -> Co
             from hvps.backends.mpi import MpiCollectives
 
             collectives = MpiCollectives(cluster)
+        if collectives.size == cluster.size:
+            # Some connections are made when they are first used: those between neighbours, by this.
+            collectives.sum_arrays([np.zeros(_FIRST_SUM, np.float32)])
     if collectives.size != cluster.size:
         raise ConfigError(
             f"backend.engine: {collectives.engine} sees another job than the launcher started",

@@ -9,7 +9,11 @@ to 1.31 times the least time under BBR, and 1.01 to 1.04 under Reno.
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvps.errors import ConfigError
@@ -41,6 +45,47 @@ def choose(wanted: str) -> str | None:
 def in_use() -> str:
     """The system's own, as the kernel names it; `unknown` where it does not tell."""
     return _read("tcp_congestion_control") or "unknown"
+
+
+@contextmanager
+def new_connections_use(name: str | None) -> Iterator[None]:
+    """TCP sockets that this process makes inside, in whatever library, send by it afterwards.
+
+    Args:
+        name: None to leave them as they are.
+
+    Raises:
+        ConfigError: see `set_congestion_control`.
+    """
+    before = _tcp_sockets() if name is not None else {}
+    yield
+    if name is None:
+        return
+    for inode, fd in _tcp_sockets().items():
+        if inode not in before:
+            set_congestion_control(fd, name)
+
+
+def _tcp_sockets() -> dict[int, int]:
+    """This process's TCP sockets, listening ones among them: descriptors by their inodes."""
+    found: dict[int, int] = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # closed meanwhile
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode) and _is_tcp(fd):
+                found[status.st_ino] = fd
+    return found
+
+
+def _is_tcp(fd: int) -> bool:
+    borrowed = socket.socket(fileno=fd)
+    try:
+        return borrowed.proto == socket.IPPROTO_TCP and borrowed.family in (
+            socket.AF_INET,
+            socket.AF_INET6,
+        )
+    finally:
+        borrowed.detach()
 
 
 def set_congestion_control(fd: int, name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hvps.backends import congestion
 from hvps.errors import ConfigError
-from tests.launching import ROOT, job_environment
+from tests.launching import BIN, ROOT, job_environment
 
 # A server whose connections, as the kernel sees them, are printed after a session was served.
 SERVER = """
@@ -123,3 +123,63 @@ def test_a_socket_stays_open() -> None:
             with accepted:
                 used = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert used.rstrip(b"\0") == b"reno"
+
+
+def test_only_connections_that_are_new_use_it() -> None:
+    def in_use(sock: socket.socket) -> bytes:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as old:
+        before = in_use(old)
+        other = b"cubic" if before == b"reno" else b"reno"
+        with congestion.new_connections_use(other.decode()):
+            listener = socket.create_server(("127.0.0.1", 0))
+            made = socket.create_connection(listener.getsockname())
+            datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        later = socket.create_connection(listener.getsockname())
+        accepted = [listener.accept()[0] for _ in range(2)]
+        with listener, made, datagrams, later, accepted[0], accepted[1]:
+            assert in_use(made) == in_use(listener) == in_use(accepted[1]) == other
+            assert in_use(old) == in_use(later) == before
+        with congestion.new_connections_use(None):
+            made = socket.create_connection(old.getsockname())
+        with made:
+            assert in_use(made) == before
+
+
+@pytest.mark.parametrize("engine", ["horovod", "mpi"])
+def test_ranks_send_by_it(engine: str) -> None:
+    """Those that reach each other by TCP, as on several hosts."""
+    command = [str(BIN / "mpirun"), "-np", "2", "--oversubscribe", "--mca", "btl", "self,tcp"]
+    command += [sys.executable, "-c", _RANK, engine]
+    done = subprocess.run(
+        command, env=job_environment(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["all", "all"]
+
+
+_RANK = """
+import socket, sys
+from hvps.backends import congestion
+from hvps.backends.collectives import make_collectives
+from hvps.backends.watchdog import Watchdog
+from hvps.cluster import detect_cluster
+from hvps.overrides import load_config
+
+own = congestion.in_use()
+other = "cubic" if own == "reno" else "reno"
+before = congestion._tcp_sockets()
+options = ["backend.kind=allreduce", f"backend.engine={sys.argv[1]}"]
+config = load_config(None, [*options, f"backend.congestion_control={other}"]).config
+cluster = detect_cluster()
+collectives = make_collectives(config, cluster, Watchdog(60, cluster.rank))
+found = set()
+for inode, fd in congestion._tcp_sockets().items():
+    if inode not in before:
+        made = socket.socket(fileno=fd)
+        found.add(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0"))
+        made.detach()
+print("all" if found == {other.encode()} else found)
+collectives.close()
+"""
