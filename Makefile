@@ -21,10 +21,10 @@ IN_VENV = exec env PATH="$$PWD/.venv/bin:$$PATH"
 NP ?= 2
 CONFIG ?= configs/allreduce.yaml
 
-.PHONY: help install train ps-demo test test-all test-quick test-netlab torture parity lint bench bench-ps bench-network container container-test clean
+.PHONY: help install train ps-demo test test-all test-quick test-netlab torture parity lint bench bench-ps bench-network bench-allreduce container container-test clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 	@sed -n '2,6s/^#  */  /p' Makefile
 
 install: ## make .venv with TensorFlow, MPI, Horovod and hvps (once; then a second or less)
@@ -72,6 +72,9 @@ test-netlab: install ## the tests that need root and network namespaces
 
 torture: install ## kill and stop jobs at random and chosen instants, some hours (ARGS= for the kills)
 	@$(IN_VENV) sh -c 'python -m tests.torture.kills "$$@" && python -m tests.torture.matrix' torture $(ARGS)
+
+bench-allreduce: install ## measure sums over hosts against the limit of shaped links (root)
+	@$(IN_VENV) python -m benchmarks.allreduce $(ARGS)
 
 container: ## build the container image by buildah (BASE=, IMAGE=, STORAGE=; see tools/container.sh)
 	@exec tools/container.sh build

@@ -1,7 +1,8 @@
-"""`hvps launch -H` over four shaped hosts, and with hosts that cannot take part."""
+"""hvps launch and hvps doctor over four shaped hosts, and with hosts that cannot take part."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -54,6 +55,17 @@ def launch(on_first: Run, *arguments: str) -> Job:
     return on_first("hvps", "launch", *arguments)
 
 
+def examine(on_first: Run, *arguments: str) -> tuple[int, list[dict[str, str]]]:
+    job = on_first("hvps", "doctor", "--json", *arguments)
+    code = job.wait(200)
+    return code, json.loads(job.output[job.output.index("{") :])["rows"]
+
+
+def stopping(rows: list[dict[str, str]]) -> str:
+    """What the doctor finds that would stop a job."""
+    return "; ".join(f"{r['what']}: {r['found']}" for r in rows if r["status"] == "bad")
+
+
 def learns(job: Job) -> None:
     assert job.wait(240) == 0, job.output
     assert result_of(job.run_directory())["eval"]["accuracy"] >= 0.97
@@ -88,6 +100,16 @@ def test_without_hvps_launch(on_first: Run, program: str) -> None:
     learns(on_first(program, *root, *options, "-np", "4", "-H", ALL, *python))
 
 
+def test_doctor(on_first: Run) -> None:
+    code, rows = examine(on_first, "-H", ALL)
+    assert code == 0, stopping(rows)
+    found = {row["what"]: row["found"] for row in rows}
+    assert found["connections"].startswith("12 of 12")
+    assert sum("MB/s, round trip" in row["found"] for row in rows) == 6
+    assert "horovod over MPI" in found["allreduce, 4 ranks"]
+    assert "TensorFlow servers" in found["parameter server, hv3 to hv0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -104,6 +126,10 @@ def test_hosts_that_cannot(on_first: Run, arguments: list[str], says: str) -> No
     job = launch(on_first, *arguments)
     assert job.wait(20) == 2, job.output
     assert re.search(says, job.output, re.DOTALL)
+    if "-np" not in arguments:
+        code, rows = examine(on_first, *(a for a in arguments if "=" not in a and ".yaml" not in a))
+        assert code == 1
+        assert re.search(says, stopping(rows))
 
 
 def test_an_interface_that_leads_nowhere(hosts: ShapedHosts, on_first: Run) -> None:
@@ -119,6 +145,9 @@ def test_an_interface_that_leads_nowhere(hosts: ShapedHosts, on_first: Run) -> N
         job = launch(on_first, "-H", "hv0:1,hv1:1", "--network", "docker0", ALLREDUCE)
         assert job.wait(20) == 2, job.output
         assert "share no network that is docker0" in job.output
+        code, rows = examine(on_first, "-H", "hv0:1,hv1:1", "--network", "docker0")
+        assert code == 1
+        assert "share no network that is docker0" in stopping(rows)
         job = launch(on_first, "--dry-run", "-H", "hv0:1,hv1:1", ALLREDUCE)
         assert job.wait(20) == 0
         assert "by 10.78.0.0/24 (eth0)" in job.output
@@ -134,7 +163,11 @@ def test_ports_that_are_closed(hosts: ShapedHosts, on_first: Run) -> None:
     try:
         job = launch(on_first, "-H", "hv0:1,hv1:1", ALLREDUCE)
         assert job.wait(20) == 2, job.output
-        assert re.search("hv0 cannot connect to hv1|hv1 cannot connect to hv0", job.output)
+        names = "hv0 cannot connect to hv1|hv1 cannot connect to hv0"
+        assert re.search(names, job.output)
+        code, rows = examine(on_first, "-H", "hv0:1,hv1:1")
+        assert code == 1
+        assert re.search(names, stopping(rows))
     finally:
         subprocess.run(hosts.command(1, [*rule[:2], "del", *rule[3:]]), timeout=20)
 
