@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -107,14 +108,20 @@ def _built(more: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _horovodrun(host: str, kind: str | None, more: Mapping[str, Any]) -> Row:
-    """It knows mpirun by what its --version says, and Open MPI 5 by nothing: see hvps.mpirun."""
+    """It gives mpirun options that Open MPI 5 no longer knows (Horovod 0.28.1: exit code 66)."""
     if more["horovodrun"] is None:
         return Row("warning", host, "horovodrun", "not installed", "use mpirun, or hvps launch")
-    if kind is not None and "MPI" in _built(more):
+    by_mpi = kind is not None and "MPI" in _built(more)
+    newer = by_mpi and re.search(r"Open MPI\) [5-9]\.", kind or "")
+    if by_mpi and not newer:
         return Row(OK, host, "horovodrun", "by MPI, or with --gloo")
-    if "Gloo" in _built(more):
+    with_gloo = "Gloo" in _built(more)
+    do = "use mpirun, hvps launch" + (", or horovodrun --gloo" if with_gloo else "")
+    if newer:
+        return Row("warning", host, "horovodrun", "cannot drive Open MPI 5's mpirun", do)
+    if with_gloo:
         return Row(OK, host, "horovodrun", "with --gloo")
-    return Row("warning", host, "horovodrun", "Horovod has no Gloo, and there is no MPI", "mpirun")
+    return Row("warning", host, "horovodrun", "Horovod was built with neither MPI nor Gloo", do)
 
 
 def _memory(host: str, shm: Sequence[int] | None) -> Iterator[Row]:

@@ -213,7 +213,7 @@ def describe() -> dict[str, object]:
     return {
         "executable": sys.executable,
         "mpirun": program,
-        "mpi": _first_line([program, "--version"]) if program else None,
+        "mpi": _mpi_version(program) if program else None,
         "horovodrun": horovodrun if os.path.exists(horovodrun) else shutil.which("horovodrun"),
         "shm": None if memory is None else [memory.total, memory.free],
         "ports": ports,
@@ -221,14 +221,22 @@ def describe() -> dict[str, object]:
     }
 
 
-def _first_line(command: list[str]) -> str | None:
+def _mpi_version(mpirun: str) -> str | None:
+    """As it says itself in its first line; MPICH's launcher says it in a later one."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+            [mpirun, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if lines and lines[0].startswith("HYDRA"):
+        versions = [line.split()[-1] for line in lines if line.startswith("Version:")]
+        return " ".join(["MPICH", *versions[:1]])
     return lines[0] if lines else None
 
 

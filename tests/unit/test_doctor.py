@@ -6,6 +6,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ def test_all_is_well() -> None:
         ({"mpi": None}, "MPI", "warning"),
         ({"mpi": None, "loaded": {"tensorflow": "2", "horovod": ["MPI"]}}, "MPI", "bad"),
         ({"horovodrun": None}, "horovodrun", "warning"),
+        ({"mpi": "mpirun (Open MPI) 5.0.11"}, "horovodrun", "warning"),
+        ({"loaded": {"tensorflow": "2", "horovod": []}}, "horovodrun", "warning"),
         ({"shm": [64 << 20, 64 << 20]}, "/dev/shm", "warning"),
         ({"shm": None}, "/dev/shm", "warning"),
     ],
@@ -118,6 +121,21 @@ def test_a_connection_is_measured(port: int, monkeypatch: pytest.MonkeyPatch) ->
     assert measured["bandwidth"] > 0
     assert link_row("a", "b", measured).status == "ok"
     assert link_row("a", "b", None).status == "bad"
+
+
+@pytest.mark.parametrize(
+    ("says", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs", "mpirun (Open MPI) 4.1.8"),
+        ("HYDRA build details:\n    Version:      5.0.2\n    CC: gcc", "MPICH 5.0.2"),
+        ("", None),
+    ],
+)
+def test_which_mpi(tmp_path: Path, says: str, version: str | None) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+    mpirun.chmod(0o755)
+    assert probe._mpi_version(str(mpirun)) == version
 
 
 def test_who_answers(port: int) -> None:
