@@ -108,7 +108,7 @@ def _built(more: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _horovodrun(host: str, kind: str | None, more: Mapping[str, Any]) -> Row:
-    """It gives mpirun options that Open MPI 5 no longer knows (Horovod 0.28.1: exit code 66)."""
+    """Its own `-bind-to` is no longer known to Open MPI 5's mpirun (Horovod 0.28.1: exit code 66)."""
     if more["horovodrun"] is None:
         return Row("warning", host, "horovodrun", "not installed", "use mpirun, or hvps launch")
     by_mpi = kind is not None and "MPI" in _built(more)
@@ -118,7 +118,9 @@ def _horovodrun(host: str, kind: str | None, more: Mapping[str, Any]) -> Row:
     with_gloo = "Gloo" in _built(more)
     do = "use mpirun, hvps launch" + (", or horovodrun --gloo" if with_gloo else "")
     if newer:
-        return Row("warning", host, "horovodrun", "cannot drive Open MPI 5's mpirun", do)
+        found = "Open MPI 5 does not know the options that it gives by itself"
+        do = f'give it --binding-args="--bind-to none --map-by slot", or {do}'
+        return Row("warning", host, "horovodrun", found, do)
     if with_gloo:
         return Row(OK, host, "horovodrun", "with --gloo")
     return Row("warning", host, "horovodrun", "Horovod was built with neither MPI nor Gloo", do)
