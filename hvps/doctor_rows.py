@@ -108,7 +108,7 @@ def _built(more: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _horovodrun(host: str, kind: str | None, more: Mapping[str, Any]) -> Row:
-    """Its own `-bind-to` is no longer known to Open MPI 5's mpirun (Horovod 0.28.1: exit code 66)."""
+    """Open MPI 5 does not know the `-bind-to` that it gives by itself (Horovod 0.28.1: code 66)."""
     if more["horovodrun"] is None:
         return Row("warning", host, "horovodrun", "not installed", "use mpirun, or hvps launch")
     by_mpi = kind is not None and "MPI" in _built(more)
