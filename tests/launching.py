@@ -178,3 +178,13 @@ def _environment(pid: int) -> bytes:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(job: Job) -> None:
+    """All of the job's processes have ended, or will within seconds: nobody waits for some of what
+    horovodrun starts."""
+    assert job.process.poll() is not None
+    deadline = time.monotonic() + 10
+    while job.members():
+        assert time.monotonic() < deadline, f"left behind: {job.members()}"
+        time.sleep(0.05)

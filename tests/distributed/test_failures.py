@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.conftest import run_cases
-from tests.launching import Job, largest_difference, ranks, result_of
+from tests.launching import Job, largest_difference, ranks, result_of, wait_until_gone
 
 ENDLESS = ["train.steps=1000000", "train.eval_every=0", "log.tensorboard=false", "log.every=5"]
 START_TIMEOUT = 90
@@ -24,17 +23,6 @@ Jobs = Callable[..., Job]
 
 def wait_until_training(job: Job) -> None:
     job.wait_for(lambda: "train step" in job.output, START_TIMEOUT, "training step")
-
-
-def wait_until_gone(job: Job) -> None:
-    """All of the job's processes have ended."""
-    code = job.process.poll()
-    assert code is not None
-    for _ in range(100):
-        if not job.members():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"left behind: {job.members()}")
 
 
 @pytest.mark.timeout(180)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvps.processes import children
-from tests.launching import BIN, Job, result_of
+from tests.launching import BIN, Job, result_of, wait_until_gone
 
 Jobs = Callable[..., Job]
 TIMEOUT = 90
@@ -98,13 +97,6 @@ def has_pending(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
-
-
-def wait_until_gone(job: Job) -> None:
-    deadline = time.monotonic() + 5
-    while job.members():
-        assert time.monotonic() < deadline, f"left behind: {job.members()}"
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(3 * TIMEOUT)

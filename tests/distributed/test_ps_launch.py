@@ -19,7 +19,7 @@ import yaml
 from hvps import processes
 from hvps.ports import split_address
 from tests.distributed.ps_cluster import new_tasks, run_locally, run_ps_cases, state_of
-from tests.launching import BIN, ROOT, Job, largest_difference, ranks, result_of
+from tests.launching import BIN, ROOT, Job, largest_difference, ranks, result_of, wait_until_gone
 
 CONFIG = str(ROOT / "configs" / "ps.yaml")
 STAGED = [
@@ -52,14 +52,6 @@ def pid_of(job: Job, task: str) -> int:
 
 def wait_until_training(job: Job) -> None:
     job.wait_for(lambda: "train step" in job.output, START_TIMEOUT, "training step")
-
-
-def wait_until_gone(job: Job) -> None:
-    """All of the job's processes have ended."""
-    deadline = time.monotonic() + 10
-    while job.members():
-        assert time.monotonic() < deadline, f"left behind: {job.members()}"
-        time.sleep(0.05)
 
 
 def wait_until_nobody_listens(run: Path) -> None:

@@ -14,7 +14,16 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from tests.distributed.conftest import run_cases
-from tests.launching import BIN, ROOT, Job, job_environment, ranks, result_of, weights_of
+from tests.launching import (
+    BIN,
+    ROOT,
+    Job,
+    job_environment,
+    ranks,
+    result_of,
+    wait_until_gone,
+    weights_of,
+)
 from tests.tasks import scored_examples
 
 Jobs = Callable[..., Job]
@@ -104,7 +113,7 @@ def test_the_same_program_under_every_launcher(
     assert f"({source})" in job.output
     logs = list((job.run_directory() / "logs").iterdir())
     assert len(logs) == max(1, number)
-    assert not job.members()
+    wait_until_gone(job)
 
 
 @pytest.mark.timeout(300)

@@ -22,6 +22,13 @@ def lost_or_same(err: tf.errors.OpError) -> Exception:
     return PeerLostError(
         "lost contact with another task",
         rule="training needs every parameter server",
-        received=str(err).splitlines()[0][:300],
+        received=f"{type(err).__name__}: {_cause(err)[:300]}",
         do="look for the first error in the output of the other tasks",
     )
+
+
+def _cause(err: tf.errors.OpError) -> str:
+    """The line that says why, of a text that begins with where in the graph it was."""
+    heads = ("Graph execution error", "Detected at node", "Node: ", "File ", "[[")
+    lines = [line.strip() for line in err.message.splitlines()]
+    return next((line for line in lines if line and not line.startswith(heads)), err.message)
