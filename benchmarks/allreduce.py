@@ -98,8 +98,9 @@ def measure(hosts: ShapedHosts, way: str, sizes: Sequence[int]) -> dict[int, flo
             process.terminate()
             output, _ = process.communicate()
     for line in output.splitlines():
-        if MARK in line:
-            found: dict[str, Any] = json.loads(line.partition(MARK)[2])
+        _, mark, text = line.partition(f"{MARK} {{")  # launchers put words of their own around it
+        if mark:
+            found, _ = json.JSONDecoder().raw_decode("{" + text)
             return {int(size): took for size, took in found["seconds"].items()}
     return "failed: " + " / ".join(output.strip().splitlines()[-3:])
 

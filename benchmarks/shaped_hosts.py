@@ -110,7 +110,8 @@ class ShapedHosts:
             " esac; done"
         )
         unknown = '*) echo "ssh: Could not resolve hostname $host" >&2; exit 255 ;;'
-        lines = ["#!/bin/sh", skip, "host=$1; shift", 'case "$host" in', *cases, unknown, "esac"]
+        host = ["host=$1; shift", skip]  # ssh takes options after the host as well
+        lines = ["#!/bin/sh", skip, *host, 'case "$host" in', *cases, unknown, "esac"]
         path.write_text("\n".join([*lines, 'exec "$@"', ""]))
         path.chmod(0o755)
 
