@@ -67,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{progress} ...", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    rows = examination.rows
-    stopped = any(row.status == "bad" for row in rows)
+    rows, stopped = examination.rows, examination.fails
     if as_json:
         print(json.dumps({"ok": not stopped, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
@@ -85,7 +84,7 @@ class _Examination:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def _fails(self) -> bool:
+    def fails(self) -> bool:
         return any(row.status == "bad" for row in self.rows)
 
     def steps(self) -> Iterator[str]:
@@ -98,13 +97,13 @@ class _Examination:
             if len(self.hosts) > 1:
                 self._compare(probes)
             network = self._find_network(probes)
-            if not self._fails:
+            if not self.fails:
                 yield "loading the libraries"
             self._describe(probes)
-            if network is not None and not self._fails and len(self.hosts) > 1:
+            if network is not None and not self.fails and len(self.hosts) > 1:
                 yield "measuring the network"
                 self._measure(probes, network)
-        if self._fails or network is None:
+        if self.fails or network is None:
             self.rows.append(Row("warning", "", "trials", "not tried", "mend the above first"))
             return
         yield "summing over ranks"
@@ -142,7 +141,7 @@ class _Examination:
     def _describe(self, probes: Probes) -> None:
         """All that answer; in full only where nothing stops a job yet, for that takes seconds."""
         more: dict[str, Any] = {}
-        if not self._fails:
+        if not self.fails:
             more = probes.ask({host: {"describe": True} for host in probes.facts}, _DESCRIBE_S)
             for host, own in probes.facts.items():
                 self.rows += host_rows(host, own, more.get(host))

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from hvps.backends.trial import MARK
 from hvps.doctor_rows import OK, Row
 from hvps.errors import ConfigError
 from hvps.hosts import Host
@@ -22,7 +23,6 @@ from hvps.remote import guarded
 from hvps.site import Site
 from hvps.yaml_text import write_flow
 
-_MARK = "hvps-trial "  # as in hvps.backends.trial
 _SMALL, _LARGE = 4096, 16_000_000  # bytes
 _TRIAL_S = 90.0
 
@@ -35,7 +35,7 @@ class _Ended:
     @property
     def result(self) -> dict[str, Any] | None:
         for line in self.output.splitlines():
-            _, mark, text = line.partition(_MARK)
+            _, mark, text = line.partition(MARK)
             if mark:
                 with suppress(ValueError):
                     found: dict[str, Any] = json.loads(text)

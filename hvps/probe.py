@@ -204,21 +204,24 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def describe() -> dict[str, object]:
     """What is not needed to decide whether a job can run, and takes seconds to find out."""
-    mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    program = mpirun if os.path.exists(mpirun) else shutil.which("mpirun")
-    horovodrun = os.path.join(os.path.dirname(sys.executable), "horovodrun")
+    mpirun = _find_program("mpirun")
     memory = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         ports = [int(number) for number in file.read().split()]
     return {
-        "executable": sys.executable,
-        "mpirun": program,
-        "mpi": _mpi_version(program) if program else None,
-        "horovodrun": horovodrun if os.path.exists(horovodrun) else shutil.which("horovodrun"),
+        "mpirun": mpirun,
+        "mpi": _mpi_version(mpirun) if mpirun else None,
+        "horovodrun": _find_program("horovodrun"),
         "shm": None if memory is None else [memory.total, memory.free],
         "ports": ports,
         "loaded": _loaded(),
     }
+
+
+def _find_program(name: str) -> str | None:
+    """That of this environment, or the first on PATH."""
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    return beside if os.path.exists(beside) else shutil.which(name)
 
 
 def _mpi_version(mpirun: str) -> str | None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from hvps.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints
 from hvps.ports import split_address
-from tests.launching import BIN, Job, ranks, result_of, start
+from tests.launching import BIN, Job, ranks, result_of, start, wait_until_gone
 from tests.torture.fork_server import ForkServer
 from tests.torture.task import INSTANTS
 
@@ -199,13 +199,6 @@ def last_step(folder: Path) -> int:
     """Of the last checkpoint, 0 if there is none."""
     found = latest_checkpoint(folder / "runs" / "it" / "checkpoints")[0]
     return found.step if found else 0
-
-
-def wait_until_gone(job: Job) -> None:
-    deadline = time.monotonic() + 10
-    while job.members():
-        assert time.monotonic() < deadline, f"left behind: {job.members()}"
-        time.sleep(0.05)
 
 
 def check_checkpoints(folder: Path) -> None:

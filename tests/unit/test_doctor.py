@@ -26,7 +26,6 @@ OWN: dict[str, Any] = {
     "cores": 4,
 }
 MORE: dict[str, Any] = {
-    "executable": "python",
     "mpirun": "/bin/mpirun",
     "mpi": "mpirun (Open MPI) 4.1.8",
     "horovodrun": "/bin/horovodrun",
